@@ -27,9 +27,6 @@ BENCHMARKS = {  # name -> the question
     "host-time": "what does the host do beside layers: Python calls a block, and processor time?",
     "gpu": "on a GPU: CUDA tests; training beside plain torch and peers: memory, time, and what does a step wait for?",
 }
-PACKAGES = {
-    "memory-latency": ("matplotlib",),
-}
 #: Pages with claims, in the order of their table in benchmarks/results/README.md.
 CLAIMED = ["optimizer-billion", "optimizer", "build-huge", "qwen-embedding", "memory-latency", "retrieval"]
 CLAIMED += ["gradcache-batch", "pipe-ladder", "train-overlap"]
@@ -44,8 +41,8 @@ def load(name: str) -> Benchmark:
     if name not in BENCHMARKS:
         raise ValueError(f"expected one of {', '.join(BENCHMARKS)}, got {name!r}")
     try:
-        for package in PACKAGES.get(name, ()):
-            importlib.import_module(package)
+        if name == "memory-latency":  # whose page has a picture
+            importlib.import_module("matplotlib")
     except ImportError as error:
         install = "python -m pip install 'gradstream[bench]'  (in a clone: python -m pip install -e '.[bench]')"
         raise ValueError(f"{error}; run: {install}") from error

@@ -102,7 +102,8 @@ def report(run: Run) -> list[str]:
         "torch alone": lambda o: mebibytes(o.moments[FLOOR]),
         "peak, building": lambda o: phase(o, "build"),
         "peak, training": lambda o: phase(o, "steps"),
-        "load": lambda o: f"{_load(o):.1f} s" if o.steps else "-",
+        # Older records say that it was loaded.
+        "load": lambda o: f"{o.result.get('build_seconds') or o.result['load_seconds']:.1f} s" if o.steps else "-",
         "s/step": lambda o: f"{o.median():.2f}" if o.steps else "-",
         "to no cap": lambda o: spread(o.ratios(), 2),
         "kernel's count": lambda o: f"{_kernel_to_ours(o):.3f}" if _counts(o) else "-",
@@ -110,11 +111,6 @@ def report(run: Run) -> list[str]:
     }
     words = [FEWER_WORDS] if any(outcome.name == FEWER for outcome in run.outcomes) else []
     return [case_table(run.outcomes, columns), ALLOCATOR, *words]
-
-
-def _load(outcome: Outcome) -> float:
-    """Seconds until the model was built; older records say that it was loaded."""
-    return float(outcome.result.get("build_seconds") or outcome.result["load_seconds"])
 
 
 def _counts(outcome: Outcome) -> bool:
@@ -146,10 +142,8 @@ def bounds(run: Run) -> list[str]:
         if not _died(outcome):
             broken += [f"{outcome.name}: {line}" for line in _broken_by(outcome, run.settings.cap << 20)]
             if outcome.name == OFFLOADED:
-                pairs = zip(outcome.values("loss"), reference.values("loss"), strict=True)
-                apart = max(abs(a - b) / abs(b) for a, b in pairs)
                 what = "the difference of losses from the resident model's"
-                broken += at_most(what, apart, TOLERANCE, "{:.1e}".format)
+                broken += at_most(what, outcome.differ(reference), TOLERANCE, "{:.1e}".format)
     return broken
 
 

@@ -33,7 +33,7 @@ from benchmarks.harness.table import at_most, case_table, markdown_table, mebiby
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.contrastive import SENTENCE_TRANSFORMERS, Qwen
 from benchmarks.models.methods import FSDP, HOST, METHODS, RESIDENT, Method, Training, take_turns
-from benchmarks.models.qwen3 import Qwen3
+from benchmarks.models.qwen3 import Qwen3, token_pairs
 from benchmarks.models.transformer import Block, Stack
 
 # --- what is trained ---------------------------------------------------------------------------------------------
@@ -127,26 +127,22 @@ class Work(Training):
 
 
 @dataclass(frozen=True)
-class Contrast(Qwen):
+class Contrast(Qwen, Work):
     """The same of pairs of tokens, whose latter half is shared."""
 
-    qwen3: dict[str, int] | None = None
     device: str = "cuda"
     mixed: bool = True
+    path = "layers"
 
     def build(self) -> nn.Module:
         """The body alone."""
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            return Qwen3(**(self.qwen3 or {})).build()
+        body: nn.Module = super().build().body  # type: ignore[assignment]
+        return body
 
     def example(self, step: int) -> tuple[Tensor, ...]:
-        """Queries and passages (rows, positions)."""
-        work = Work(0, 0, self.rows, self.positions, qwen3=self.qwen3, device=self.device)
-        (passages,) = work.example(step)
-        queries = passages.clone()
-        queries[:, : self.positions // 2] = passages.flip(0)[:, : self.positions // 2]
-        return queries, passages
+        """Queries and passages (rows, positions); the same in each step."""
+        vocabulary = (self.qwen3 or {})["vocab_size"]
+        return tuple(side.to(self.device) for side in token_pairs(vocabulary, self.rows, self.positions, 0))
 
 
 class _First(nn.Module):
@@ -341,17 +337,14 @@ def work_of(settings: Settings, name: str) -> Any:
     return replace(work, rows=8, positions=8, device="cpu", **sizes)
 
 
-def steps_of(settings: Settings, name: str) -> int:
-    """Steps of a case; a dry run asks whether it trains at all."""
-    return 0 if name not in SIZES else 3 if settings.dry_run else SIZES[name].steps
-
-
 def measure(run: Run) -> None:
     """Runs the cases one after the other."""
     if run.settings.traces:
         Path(run.settings.traces).mkdir(parents=True, exist_ok=True)
     for name, cases in groups_of(run.settings).items():
-        run.group(name, cases, turns=steps_of(run.settings, name))
+        # A dry run asks whether it trains at all.
+        turns = 0 if name not in SIZES else 3 if run.settings.dry_run else SIZES[name].steps
+        run.group(name, cases, turns=turns)
 
 
 def report(run: Run) -> list[str]:
@@ -366,13 +359,9 @@ def report(run: Run) -> list[str]:
     return sections
 
 
-def _rate(run: Run) -> float:
-    products = run.find(RATE)
-    return float(products.result["operations_per_second"]) if products and products.result else math.nan
-
-
 def _training(run: Run, name: str, outcomes: Sequence[Outcome]) -> list[str]:
-    work, rate, plain = work_of(run.settings, name), _rate(run), run.find(PLAIN, name)
+    work, products, plain = work_of(run.settings, name), run.find(RATE), run.find(PLAIN, name)
+    rate = float(products.result["operations_per_second"]) if products else math.nan
     columns = {
         "device peak": lambda o: mebibytes(o.result["device_peak"]),
         "host peak": lambda o: mebibytes(o.above()),
@@ -388,14 +377,10 @@ def _training(run: Run, name: str, outcomes: Sequence[Outcome]) -> list[str]:
         columns["pairs/s"] = lambda o: f"{work.rows / _seconds(o):,.0f}"
     what = "Qwen3" if work.qwen3 else f"{work.blocks} blocks"
     rows = f"{work.rows:,} rows of {work.positions:,} tokens"
-    words = f"{what}, {_parameters(work) / 1e6:,.0f} M parameters, {rows}: bfloat16 over float32 masters, AdamW."
+    words = f"{what}, {work.parameters / 1e6:,.0f} M parameters, {rows}: bfloat16 over float32 masters, AdamW."
     if not math.isnan(rate) and name != CONTRASTED:
         words += f" Of products: operations of the model in a second, to {rate / 1e12:,.0f} TFLOP/s of a large product."
     return [words, case_table(outcomes, columns, "method"), *_gaps(outcomes)]
-
-
-def _parameters(work: Any) -> int:
-    return Qwen3(**work.qwen3).matrices if work.qwen3 else work.parameters
 
 
 def _gaps(outcomes: Sequence[Outcome]) -> list[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import FLOOR, LOST, Case, Outcome, told_by
@@ -30,9 +30,7 @@ from benchmarks.harness.memory import cap_memory, memory_of
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import Columns, at_least, at_most, case_table, mebibytes, spread
 from benchmarks.harness.worker import Reporter
-from benchmarks.models.contrastive import CHUNK_BY_CHUNK, GRADCACHE, SENTENCE_TRANSFORMERS, UPSTREAM, WHOLE, Pairs
-from benchmarks.models.dropout import row_keys
-from benchmarks.models.encoder import build_encoder
+from benchmarks.models.contrastive import CHUNK_BY_CHUNK, GRADCACHE, SENTENCE_TRANSFORMERS, UPSTREAM, WHOLE, Texts
 from benchmarks.models.methods import DISK, METHODS, RESIDENT, STEPS, Method, take_turns
 
 MAXIMUM_RATIO = 0.55  # of the time of ours over OffloadModel, to the reference's
@@ -60,6 +58,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], str]] = {
     APART: (DISK, {}, CHUNK_BY_CHUNK),
     FUSED: (DISK, {}, GRADCACHE),
 }
+TILE_ROWS = 256  # whose scores ours has at a time
 # Below the size of a tensor of one chunk, so that freed tensors count neither in peaks nor against the cap.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 
@@ -83,44 +82,42 @@ class Settings:
     chunks: tuple[int, ...] = option((1, 4, 16, 64, 256), "numbers of chunks, of the part chunks")
     chunked_dim: int = option(512, "channels of the part chunks", least=64, multiple=64)
 
-
-@dataclass(frozen=True)
-class Shape:
-    """An encoder, pairs of texts, and chunks. A pair is two rows, one for each tower; the towers are one encoder."""
-
-    vocabulary: int
-    positions: int  #: tokens of a row
-    dim: int
-    depth: int
-    pairs: int
-    chunk: int  #: rows of a chunk
-    kept: int  #: MiB that ours may keep between its passes, layers in memory
-    graphs: int  #: MiB of graphs that ours may keep over an OffloadModel
-    together: int  #: MiB of activations of chunks that run together there
-    dropout: float = 0.1
-
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens of a step of the part time."""
         return 2 * self.pairs * self.positions
+
+
+@dataclass(frozen=True)
+class Batch(Texts):
+    """An encoder, pairs of texts, and chunks. A pair is two rows, one for each tower; the towers are one encoder."""
+
+    kept: int = 0  #: MiB that ours may keep between its passes, layers in memory
+    together: int = 0  #: MiB of activations of chunks that run together over an OffloadModel
+
+
+def batch_of(vocabulary: int, positions: int, dim: int, depth: int, pairs: int, chunk: int, **memory: int) -> Batch:
+    """Rows of ``positions`` tokens, chunks of so many rows; ``memory``: of a :class:`Batch`, and MiB of ``graphs``."""
+    how: dict[str, Any] = {"dropout": 0.1, "update": False, "chunk": chunk, "tile_rows": TILE_ROWS, **memory}
+    return Batch(depth, dim, pairs, positions, vocabulary=vocabulary, **how)
 
 
 def measure(run: Run) -> None:
     """Runs the groups of cases: times, peaks, growing batches, numbers of chunks."""
     settings = run.settings
 
-    def cases(methods: Sequence[str], function: str, shape: Shape, *environment: Any, **how: Any) -> list[Case]:
-        target, how = f"benchmarks.gradcache_batch:{function}", {"shape": asdict(shape), **how}
+    def cases(methods: Sequence[str], function: str, batch: Batch, *environment: Any, **how: Any) -> list[Case]:
+        target, how = f"benchmarks.gradcache_batch:{function}", {"batch": asdict(batch), **how}
         return [
             Case(method, target, {"method": method, **how}, *(environment or ({},)), PEERS.get(method, ""))
             for method in methods
         ]
 
     names = ("vocabulary", "positions", "dim", "depth", "pairs", "chunk", "kept", "graphs")
-    timed = Shape(**{name: getattr(settings, name) for name in names}, together=1024)
-    small = Shape(4096, 16, settings.small_dim, 4, pairs=16, chunk=16, kept=settings.limit // 4, graphs=0, together=8)
+    timed = batch_of(**{name: getattr(settings, name) for name in names}, together=1024)
+    small = batch_of(4096, 16, settings.small_dim, 4, pairs=16, chunk=16, kept=settings.limit // 4, together=8)
     pairs = max(settings.chunks) // 2 or 1
-    cut = Shape(4096, 8, settings.chunked_dim, 4, pairs=pairs, chunk=1, kept=64, graphs=64, together=64)
+    cut = batch_of(4096, 8, settings.chunked_dim, 4, pairs=pairs, chunk=1, kept=64, graphs=64, together=64)
     grown = {"limit_mebibytes": settings.limit, "most_pairs": settings.most}
     run.group("time", cases(TIMED, "in_turn", timed), "pairs", turns=settings.rounds, warmup=1)
     run.group("peaks", cases(TIMED, "in_turn", timed, GIVE_BACK), turns=2)
@@ -130,10 +127,9 @@ def measure(run: Run) -> None:
 
 def report(run: Run) -> list[str]:
     """A table for each part."""
-    groups, counts = run.groups, run.settings.chunks
+    groups, settings, counts = run.groups, run.settings, run.settings.chunks
     reference = groups["time"][0]
     held = {outcome.name: mebibytes(outcome.above()) for outcome in groups["peaks"] if outcome.result is not None}
-    shape = _shape(reference)
     parameters = next((o.result["parameters"] for o in groups["time"] if o.result), 0)
 
     def last(outcome: Outcome) -> float:
@@ -162,20 +158,16 @@ def report(run: Run) -> list[str]:
         ),
     }
     return [
-        f"## Time\n\n{parameters / 1e6:.0f} M parameters, {shape.tokens:,} tokens in {2 * shape.pairs} rows of "
-        f"{shape.positions}, chunks of {shape.chunk} rows ({shape.chunk * shape.positions} tokens). {REFERENCE!r} is "
-        "the package over `torch.utils.checkpoint`.",
+        f"## Time\n\n{parameters / 1e6:.0f} M parameters, {settings.tokens:,} tokens in {2 * settings.pairs} "
+        f"rows of {settings.positions}, chunks of {settings.chunk} rows ({settings.chunk * settings.positions} "
+        f"tokens). {REFERENCE!r} is the package over `torch.utils.checkpoint`.",
         case_table(groups["time"], times, "method"),
-        f"## Largest exact batch in fixed memory\n\nEach process may take {run.settings.limit} MiB beyond "
+        f"## Largest exact batch in fixed memory\n\nEach process may take {settings.limit} MiB beyond "
         "interpreter, torch and a step of two pairs.",
         case_table(groups["growing"], sizes, "method"),
         "## Chunks\n\nThe same batch in each column.",
         case_table(groups["chunks"], chunks, "method"),
     ]
-
-
-def _shape(outcome: Outcome) -> Shape:
-    return Shape(**{k: v for k, v in outcome.case.arguments["shape"].items() if k != "seed"})
 
 
 def difference(mine: Outcome, theirs: Outcome) -> float:
@@ -233,7 +225,7 @@ def bounds(run: Run) -> list[str]:
 def claims(run: Run) -> list[Claim]:
     """Ours on disk, beside the package over ``torch.utils.checkpoint`` in memory."""
     reference = run.find(REFERENCE, "peaks")
-    tokens, parameters = _shape(reference).tokens, reference.result["parameters"] / 1e6
+    tokens, parameters = run.settings.tokens, reference.result["parameters"] / 1e6
     batch = f"gradients of a contrastive batch of {tokens:,} tokens, {parameters:.0f} M parameters"
     beside = "all in memory, GradCache over `torch.utils.checkpoint`"
     memory = run.find(FUSED, "peaks").above() / reference.above()
@@ -245,58 +237,29 @@ BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)
 
 # --- cases -----------------------------------------------------------------------------------------------------------
 
-TILE_ROWS = 256
 SKETCH_PIECE = 4096
 
 
-@dataclass(frozen=True)
-class Batch(Pairs):
-    """An encoder with dropout, and one batch of random tokens."""
-
-    vocabulary: int = 0
-
-    def build(self) -> nn.Sequential:
-        """The encoder, the same for the same shape."""
-        return build_encoder(self.vocabulary, self.positions, dim=self.dim, depth=self.blocks, dropout=self.dropout)
-
-    def example(self, step: int) -> tuple[Tensor, ...]:
-        """Rows of both towers, int64 of shape (pairs, 1 + positions): the row's key for dropout, then its tokens."""
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def side(tower: int) -> Tensor:
-            tokens = torch.randint(2, self.vocabulary, (self.rows, self.positions), generator=generator)
-            return torch.cat([row_keys(self.seed, 0, tower, self.rows)[:, None], tokens], dim=1)
-
-        return side(0), side(1)
-
-
-def batch_of(method: str, shape: Shape) -> Batch:
-    """What a method computes the gradient of."""
-    sizes = {"blocks": shape.depth, "dim": shape.dim, "rows": shape.pairs, "positions": shape.positions}
-    how = {"dropout": shape.dropout, "update": False, "chunk": shape.chunk, "tile_rows": TILE_ROWS}
-    return Batch(**sizes, **how, way=WAYS[method][2], vocabulary=shape.vocabulary)
-
-
-def make(method: str, shape: Shape) -> Method:
+def make(method: str, batch: Batch) -> Method:
     """The model and the step of a method; a case works in a folder on disk."""
     from offload import MemoryPolicy
 
-    name, how, _ = WAYS[method]
+    name, how, way = WAYS[method]
     function, options = METHODS[name]
-    settings: dict[str, Any] = {"num_slices": shape.depth + 2} if name == DISK else {}
+    settings: dict[str, Any] = {"num_slices": batch.blocks + 2} if name == DISK else {}
     if method == FUSED:
-        graphs, boundaries, activations = (each << 20 for each in (shape.graphs, shape.kept, shape.together))
+        graphs, boundaries, activations = (each << 20 for each in (batch.graphs, batch.kept, batch.together))
         memory = {"graph_bytes": graphs, "boundary_bytes": boundaries, "activation_bytes": activations}
         settings |= {"policy": MemoryPolicy.fixed(**memory, join_chunks=True)}
-    return function(batch_of(method, shape), Path(), None, **options, **how, **settings)
+    return function(replace(batch, way=way), Path(), None, **options, **how, **settings)
 
 
-def in_turn(report: Reporter, method: str, shape: dict[str, Any]) -> dict[str, Any]:
+def in_turn(report: Reporter, method: str, batch: dict[str, Any]) -> dict[str, Any]:
     """One step in each turn, in the phase "steps". The result holds a sketch of the last gradient: :func:`sketch`."""
     importlib.import_module("torch._dynamo")  # torch imports it in the middle of a first checkpoint
     report.phase(FLOOR)
-    chosen = Shape(**shape)
-    made, rows = make(method, chosen), batch_of(method, chosen).example(0)
+    chosen = Batch(**batch)
+    made, rows = make(method, chosen), chosen.example(0)
     report.phase(STEPS)
     take_turns(report, made, lambda k: rows)
     report.phase("end")
@@ -304,16 +267,16 @@ def in_turn(report: Reporter, method: str, shape: dict[str, Any]) -> dict[str, A
 
 
 def growing(
-    report: Reporter, method: str, shape: dict[str, Any], limit_mebibytes: int, most_pairs: int
+    report: Reporter, method: str, batch: dict[str, Any], limit_mebibytes: int, most_pairs: int
 ) -> dict[str, Any]:
     """Steps with batches that double until memory does not hold them, or ``most_pairs`` is reached.
 
     Private memory of the process may grow by ``limit_mebibytes`` over what interpreter, torch and one small step of the
     same method took; the kernel refuses more, as a smaller machine would. Files are not limited.
     """
-    chosen = Shape(**shape)
-    small = replace(chosen, pairs=2, chunk=1)
-    _take(make(method, small), batch_of(method, small))
+    chosen = Batch(**batch)
+    small = replace(chosen, rows=2, chunk=1)
+    _take(make(method, small), small)
     report.phase(FLOOR)
     _, held = memory_of(os.getpid())
     if not held:
@@ -324,7 +287,7 @@ def growing(
     try:
         made = make(method, chosen)
         while pairs <= most_pairs:
-            values = _take(made, batch_of(method, replace(chosen, pairs=pairs)))
+            values = _take(made, replace(chosen, rows=pairs))
             if pairs <= 4 * chosen.chunk:
                 sketches[str(pairs)] = sketch(made.parameters())
             fitted = pairs
@@ -335,16 +298,16 @@ def growing(
     return {"pairs": fitted, "ended": ended, "sketches": sketches}
 
 
-def ladder(report: Reporter, method: str, shape: dict[str, Any], chunks: list[int], steps: int) -> dict[str, Any]:
+def ladder(report: Reporter, method: str, batch: dict[str, Any], chunks: list[int], steps: int) -> dict[str, Any]:
     """Steps with the batch in more and more chunks, a fresh model for each number of them."""
-    chosen = Shape(**shape)
+    chosen = Batch(**batch)
     loads: dict[str, float | None] = {}
     for count in chunks:
-        finer = replace(chosen, chunk=max(2 * chosen.pairs // count, 1))
-        made, batch = make(method, finer), batch_of(method, finer)
-        _take(made, batch)
+        finer = replace(chosen, chunk=max(2 * chosen.rows // count, 1))
+        made = make(method, finer)
+        _take(made, finer)
         for _ in range(steps):
-            values = _take(made, batch)
+            values = _take(made, finer)
             report.step(chunks=count, **values)
             loads[str(count)] = values.get("bytes_loaded")
         del made

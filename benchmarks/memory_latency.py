@@ -27,18 +27,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, case_table, mebibytes, spread
 from benchmarks.harness.worker import Reporter
-from benchmarks.models.contrastive import Pairs
+from benchmarks.models.contrastive import Texts
 from benchmarks.models.deepspeed import ENVIRONMENT
-from benchmarks.models.dropout import row_keys
-from benchmarks.models.encoder import build_encoder
 from benchmarks.models.methods import (
     DEEPSPEED,
     DISK,
@@ -355,29 +352,9 @@ TOLD = re.compile(r"(?:pass|with|;) memory=([\d,]+)")  #: what an error of too l
 GRADIENT_FILE = "gradients.pt"  # of the reference
 
 
-@dataclass(frozen=True)
-class Contrastive(Pairs):
-    """An encoder and its batches."""
-
-    def build(self) -> nn.Sequential:
-        """Builds the encoder, the same for the same sizes."""
-        return build_encoder(
-            VOCABULARY, self.positions, dim=self.dim, depth=self.blocks, dropout=self.dropout, seed=self.seed
-        )
-
-    def example(self, step: int) -> tuple[Tensor, ...]:
-        """Queries and passages: int64 of shape (rows, 1 + positions), keys for dropout and tokens."""
-        return tuple(self._side(step, tower) for tower in range(2))
-
-    def _side(self, step: int, tower: int) -> Tensor:
-        generator = torch.Generator().manual_seed(2 * step + tower)
-        tokens = torch.randint(2, VOCABULARY, (self.rows, self.positions), generator=generator)
-        return torch.cat([row_keys(self.seed, step, tower, self.rows)[:, None], tokens], dim=1)
-
-
 def training_of(training: dict[str, Any], contrastive: bool) -> Training:
     """The model and its steps."""
-    return Contrastive(**training) if contrastive else Training(**training)
+    return Texts(**{"vocabulary": VOCABULARY, **training}) if contrastive else Training(**training)
 
 
 def train(

@@ -11,10 +11,10 @@ import statistics
 from dataclasses import asdict, dataclass
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
-from benchmarks.harness.case import FLOOR, Case, Outcome
+from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, case_table, mebibytes, spread
-from benchmarks.models.methods import DEEPSPEED, DISK, FSDP, HOST, NVME, RESIDENT, STEPS, Training
+from benchmarks.models.methods import DEEPSPEED, DISK, FSDP, HOST, NVME, RESIDENT, Training
 
 NAMES = {
     DISK: "ours, disk",
@@ -75,11 +75,6 @@ def _case(method: str, settings: Settings) -> Case:
     return Case(NAMES[method], target, arguments, GIVE_BACK, peer=PEERS.get(method, ""), ranks=ranks)
 
 
-def memory_of_rank(outcome: Outcome) -> int:
-    """Bytes of the rank that holds most in its steps, above the libraries."""
-    return outcome.above(FLOOR, STEPS)
-
-
 def ratios_to_ours(outcome: Outcome) -> list[float]:
     """Times of ours on disk to those of a method, step by step."""
     return [1 / ratio for ratio in outcome.ratios()]
@@ -90,7 +85,7 @@ def report(run: Run) -> list[str]:
     found, settings = run.groups["in turn"], run.settings
     ours = run.find(NAMES[DISK])
     columns = {
-        "memory a rank": lambda o: mebibytes(memory_of_rank(o)),
+        "memory a rank": lambda o: mebibytes(o.above()),
         "ours to theirs": lambda o: "-" if o is ours or ours is None else f"{_memory_ratio(ours, o):.2f}",
         "s/step": lambda o: f"{o.median():.2f}",
         "ours to theirs, time": lambda o: "-" if o is ours else spread(ratios_to_ours(o), 2),
@@ -114,7 +109,7 @@ def report(run: Run) -> list[str]:
 
 
 def _memory_ratio(ours: Outcome, other: Outcome) -> float:
-    return memory_of_rank(ours) / memory_of_rank(other)
+    return ours.above() / other.above()
 
 
 def bounds(run: Run) -> list[str]:
@@ -123,9 +118,8 @@ def bounds(run: Run) -> list[str]:
     outcomes = [outcome for outcome in run.groups["in turn"] if outcome.result is not None]
     alone, ours = run.find(NAMES[RESIDENT]), run.find(NAMES[DISK])
     for outcome in outcomes if alone is not None else ():
-        pairs = zip(outcome.values("loss"), alone.values("loss"), strict=False)
-        apart = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
-        broken += at_most(f"{outcome.name}: the difference of losses", apart, TOLERANCE, "{:.1e}".format)
+        what = f"{outcome.name}: the difference of losses"
+        broken += at_most(what, outcome.differ(alone), TOLERANCE, "{:.1e}".format)
     for outcome in outcomes:
         if "bytes_gathered" in outcome.steps[0] and outcome.case.ranks > 1:
             counted = statistics.median(map(sum, zip(*(outcome.values(kind) for kind in _COUNTED), strict=True)))
@@ -133,9 +127,9 @@ def bounds(run: Run) -> list[str]:
             if received:
                 difference = abs(received - counted) / counted
                 broken += at_most(f"{outcome.name}: what sockets receive beyond what it counts", difference, OVERHEAD)
-    others = [memory_of_rank(outcome) for outcome in outcomes if outcome.case.arguments["method"] in OTHERS]
+    others = [outcome.above() for outcome in outcomes if outcome.case.arguments["method"] in OTHERS]
     if ours is not None and others:
-        broken += at_most("memory of ours on disk", memory_of_rank(ours), MEMORY_SHARE * min(others), mebibytes)
+        broken += at_most("memory of ours on disk", ours.above(), MEMORY_SHARE * min(others), mebibytes)
     return broken
 
 

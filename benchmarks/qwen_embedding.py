@@ -103,11 +103,7 @@ def measure(run: Run) -> None:
             arguments = {"method": method, "training": training, "cap": cap, **how}
             given = GIVE_BACK if cap else {}
             cases.append(Case(name, "benchmarks.qwen_embedding:train", arguments, given, environment))
-        run.group(_group(pairs), cases, "rounds", turns=settings.steps)
-
-
-def _group(pairs: int) -> str:
-    return f"{pairs} pairs"
+        run.group(f"{pairs} pairs", cases, "rounds", turns=settings.steps)
 
 
 def _died(outcome: Outcome) -> str:
@@ -125,17 +121,13 @@ def report(run: Run) -> list[str]:
     for group, outcomes in run.groups.items():
         found = {outcome.name: outcome for outcome in outcomes}
 
-        def ours_to_it(outcome: Outcome, found: dict[str, Outcome] = found) -> list[float]:
-            mine = found[OURS].values("seconds")
-            return [a / b for a, b in zip(mine, outcome.values("seconds"), strict=False)]
-
         columns = {
             "cap": lambda o: "none" if o.name == REFERENCE else mebibytes(run.settings.cap << 20),
             "peak": lambda o: mebibytes(o.peak_bytes),
             "above the libraries": lambda o: mebibytes(o.peak_bytes - o.moments[FLOOR]),
             "built in": lambda o: f"{o.result['build_seconds']:.1f} s" if "build_seconds" in o.result else "-",
             "s/step": lambda o: f"{o.median():.2f}" if o.steps else "-",
-            "ours to it": lambda o, ours_to_it=ours_to_it: spread(ours_to_it(o), 2) if o.steps else "-",
+            "ours to it": lambda o, mine=found[OURS]: spread(mine.ratios_to(o), 2) if o.steps else "-",
             "losses": lambda o: _died(o) or ", ".join(f"{loss:.5f}" for loss in o.values("loss")),
         }
         sections += [f"## {group}", case_table(outcomes, columns, "method")]
@@ -157,9 +149,8 @@ def bounds(run: Run) -> list[str]:
                 continue
             if name != REFERENCE:
                 broken += at_most(f"{group}: ours / {name}", mine.median() / outcome.median(), 1.0)
-            apart = [abs(a - b) / abs(b) for a, b in zip(mine.values("loss"), outcome.values("loss"), strict=False)]
             what = f"{group}: the difference of losses from those of {name}"
-            broken += at_most(what, max(apart), TOLERANCE, "{:.1e}".format)
+            broken += at_most(what, mine.differ(outcome), TOLERANCE, "{:.1e}".format)
     return broken
 
 
@@ -169,14 +160,12 @@ def claims(run: Run) -> list[Claim]:
         found = {outcome.name: outcome for outcome in outcomes}
         mine, reference = found[OURS], found.get(REFERENCE)
         if _trained(mine) and reference is not None and _trained(reference):
-            pairs = zip(mine.values("seconds"), reference.values("seconds"), strict=False)
-            ratios = [a / b for a, b in pairs]
             set_up = (
                 f"contrastive AdamW steps of Qwen3-Embedding-0.6B's {run.settings.model.parameters / 1e6:.0f} M "
                 f"parameters, {group}, under a hard cap of {run.settings.cap:,} MiB"
             )
             peer = "cached loss of sentence-transformers, no cap (dies under the cap)"
-            return [Claim(set_up, peer, ratios, mine.peak_bytes / reference.peak_bytes)]
+            return [Claim(set_up, peer, mine.ratios_to(reference), mine.peak_bytes / reference.peak_bytes)]
     return []
 
 

@@ -26,15 +26,13 @@ from benchmarks.harness.memory import cap_memory
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, case_table, markdown_table, mebibytes, spread
 from benchmarks.harness.worker import Reporter
-from benchmarks.models.contrastive import GRADCACHE, WHOLE, Pairs, contrastive_loss
+from benchmarks.models.contrastive import GRADCACHE, WHOLE, Texts, contrastive_loss
 from benchmarks.models.corpus import Corpus, Pair, build_corpus, tokens_of
 from benchmarks.models.dropout import row_keys
-from benchmarks.models.encoder import build_encoder
 from benchmarks.models.methods import DISK, METHODS, RESIDENT, take_turns
 
 OURS = "gradcache-offload"
 LENGTHS = (12, 28)  # tokens of a description and of a source
-WARMUP_STEPS = 4
 PAIRS_SEEN = 480  # by default: larger batches take fewer steps
 MINIMUM_STEPS = 2
 #: Of each: how it is trained, with which arguments, and how a batch goes through the model.
@@ -44,7 +42,6 @@ WAYS: dict[str, tuple[str, dict[str, Any], str]] = {
     OURS: (DISK, {}, GRADCACHE),
 }
 NAMES = {"whole": "whole batch", "gradcache": "GradCache", OURS: "GradCache + offload"}
-WHEN = ("before", "after")
 TOKENS = Path("tokens.pt")  # a case works in the folder of the run
 TOLERANCE = 1e-4  # of losses
 # Freed blocks are returned at once, in every case: else peaks and cap would depend on what each heap keeps.
@@ -69,7 +66,7 @@ class Settings:
     pairs: int = option(12_000, "of the corpus, training and held-out together")
     held_out: int = option(256, "held-out pairs to search, from modules that are not trained on")
     dropout: float = option(0.1, "probability", least=0)
-    learning_rate: float = option(1e-4, "of AdamW, after the warm-up", least=0)
+    learning_rate: float = option(1e-4, "of AdamW", least=0)
     loss_rows: int = option(512, "rows of the batch whose scores exist at a time, with GradCache")
     methods: tuple[str, ...] = option(tuple(WAYS), "which methods to run", choices=tuple(WAYS))
     capped_steps: int = option(2, "steps under the cap; 0: no such cases", least=0)
@@ -78,16 +75,6 @@ class Settings:
     def training_steps(self) -> int:
         """Training steps of each method."""
         return max(MINIMUM_STEPS, PAIRS_SEEN // self.batch) if self.steps is None else self.steps
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Positions that one step encodes, padding included."""
-        return self.batch * sum(LENGTHS)
-
-    def learning_rate_at(self, step: int) -> float:
-        """Rises during the warm-up, then falls in a straight line to 5 % at the end."""
-        rising = min(1.0, (step + 1) / WARMUP_STEPS)
-        return self.learning_rate * rising * max(0.05, 1 - step / self.training_steps)
 
 
 def measure(run: Run) -> None:
@@ -107,9 +94,6 @@ def measure(run: Run) -> None:
         return Case(NAMES[method] + suffix, target, how, GIVE_BACK, may_lack_memory=dies)
 
     cases = [case(method, "", None) for method in settings.methods]
-    print(
-        f"{len(cases)} methods take {settings.training_steps} steps in turn, then {settings.capped_steps} under a cap"
-    )
     cap_bytes = midway(run.group("free", cases, "rounds", turns=settings.training_steps))
     if settings.capped_steps and cap_bytes is not None:
         methods = [method for method in WAYS if method == OURS or method in settings.methods]
@@ -124,7 +108,9 @@ def report(run: Run) -> list[str]:
 
     def change(kind: str, show: Callable[[float], str]) -> Callable[[Outcome], str]:
         """Before and after the training, of held-out pairs."""
-        return lambda o: " -> ".join(show(o.result[when][kind]) if kind in o.result[when] else "-" for when in WHEN)
+        return lambda o: " -> ".join(
+            show(o.result[when][kind]) if kind in o.result[when] else "-" for when in ("before", "after")
+        )
 
     columns = {
         "peak memory": lambda o: mebibytes(o.peak_bytes),
@@ -137,7 +123,7 @@ def report(run: Run) -> list[str]:
     if done:
         held_out, parameters = done[0].result["held_out"], done[0].result["parameters"]
         sections.append(
-            f"{parameters / 1e6:.1f} M parameters, {settings.tokens_per_step:,} tokens a step, chunks of "
+            f"{parameters / 1e6:.1f} M parameters, {settings.batch * sum(LENGTHS):,} tokens a step, chunks of "
             f"{settings.chunk} rows. The interpreter and torch alone hold {mebibytes(done[0].moments[FLOOR])}. Loss "
             f"and recall are of {held_out} held-out pairs, untrained and after {len(done[0].steps)} steps; "
             f"chance finds {RECALL_AT / held_out:.1%}. Time ratios are those of steps in turn: median (least to "
@@ -286,18 +272,6 @@ def _rows(tokens: Tensor, keys: Tensor) -> Tensor:
     return torch.cat([keys[:, None], tokens.long()], dim=1)
 
 
-@dataclass(frozen=True)
-class Texts(Pairs):
-    """The encoder of descriptions and sources; nothing is clipped."""
-
-    vocabulary: int = 0
-
-    def build(self) -> nn.Sequential:
-        """The encoder, the same for the same sizes."""
-        sizes = {"dim": self.dim, "depth": self.blocks, "dropout": self.dropout, "seed": self.seed}
-        return build_encoder(self.vocabulary, self.positions, **sizes)
-
-
 def train(
     report: Reporter, method: str, settings: dict[str, Any], cap_bytes: int | None, evaluate: bool
 ) -> dict[str, Any]:
@@ -312,20 +286,15 @@ def train(
     batches = Batches(TOKENS, chosen)
     name, how, way = WAYS[method]
     function, options = METHODS[name]
-    memory = {"memory": chosen.memory} if method == OURS else {}
     sizes = {"blocks": chosen.depth, "dim": chosen.dim, "rows": chosen.batch, "positions": max(LENGTHS)}
     sizes |= {"dropout": chosen.dropout, "seed": chosen.seed, "chunk": chosen.chunk, "tile_rows": chosen.loss_rows}
-    texts = Texts(**sizes, max_norm=None, way=way, symmetric=True, vocabulary=chosen.vocabulary)
-    made = function(texts, Path("home"), None, **options, **how, **memory)
+    how = {**how, "memory": chosen.memory} if method == OURS else how
+    rate = chosen.learning_rate
+    texts = Texts(**sizes, learning_rate=rate, max_norm=None, way=way, symmetric=True, vocabulary=chosen.vocabulary)
+    made = function(texts, Path("home"), None, **options, **how)
     before = search(made.run, *batches.held_out()) if evaluate else None
     report.phase("training")
-
-    def example(k: int) -> tuple[Tensor, ...]:
-        for group in made.optimizer.param_groups:
-            group["lr"] = chosen.learning_rate_at(k)
-        return batches.training(k)
-
-    take_turns(report, made, example)
+    take_turns(report, made, batches.training)
     report.phase("evaluation")
     return {
         "parameters": sum(parameter.numel() for _, parameter in made.parameters()),

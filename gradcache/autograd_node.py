@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipe.torch_private.autograd import keeps_graph
+from pipe.torch_private.autograd import keeps_graph, not_differentiable
 
 __all__ = ["Gradients", "wide", "with_backward"]
 
@@ -39,6 +39,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+_TWICE = (
+    "expected a gradient to be differentiated once: a loss in parts (tile_rows, or a million scores) and a GradCache "
+    "step cannot be differentiated twice; compute a loss with a penalty on its gradients with torch, in one piece"
+)
+
+
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -61,22 +67,5 @@ class _Node(torch.autograd.Function):
         with torch.no_grad():
             found = function(gradients)
         if torch.is_grad_enabled():  # create_graph=True: without a graph, a penalty on gradients would train nothing
-            once: Callable[[Tensor], Tensor] = _Once.apply
-            found = [x if x is None else once(x.detach().requires_grad_()) for x in found]
+            found = [x if x is None else not_differentiable(x, _TWICE) for x in found]
         return None, None, None, *found
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that raises where it is differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise RuntimeError(
-            "expected a gradient to be differentiated once: a loss in parts (tile_rows, or a million scores) "
-            "and a GradCache step cannot be differentiated twice; compute a loss with a penalty on its "
-            "gradients with torch, in one piece"
-        )

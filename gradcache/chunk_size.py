@@ -66,7 +66,7 @@ class StepMemory:
         if self.policy is None or isinstance(model, StreamedModel):
             return free_bytes(device_of(model)) // _SHARE_OF_FREE
         limits, gradients = self._granted(towers)
-        left = max(limits.device_bytes - gradients, 1)
+        left = max(limits.device.nbytes - gradients, 1)
         # In host memory the other half is for temporaries of layers, the batch and its representations.
         return max(left // 2, 1) if limits.device is limits.host else left
 
@@ -135,11 +135,6 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
 
 def kept_by_a_shard(model: Any, chunk: Any, process: Callable[[Any], Any], output_fn: Callable[[Any], Any]) -> int:
     """The same for a model that streams its shards: bytes that the graph of one shard keeps for a chunk."""
-    if not hasattr(model, "activation_bytes"):
-        raise ValueError(
-            f"expected a number of rows for a {type(model).__name__}, which has no activation_bytes(chunk) to choose "
-            f"by, got chunk_sizes='auto'"
-        )
     replay = Replay.capture(devices_in_use(tensors_in(chunk), list(model.parameters())))
     with _as_if_trained(model), replay.again():
         call = call_arguments(process(map_tensors(lambda tensor: tensor.detach().clone(), chunk)))

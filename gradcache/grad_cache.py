@@ -235,7 +235,7 @@ class GradCache:
             The loss of the whole batch, detached. :attr:`step_result` holds it with the representations.
         """
         heads = self._heads("get_reps", "processed", "compute_loss", given=loss_kwargs)
-        step = self._step(model_inputs, heads, no_sync_except_last)
+        step = self._step(model_inputs, heads)
         self._check = step.check
         with step.gradients() as commit:
             encoded = step.encode()
@@ -290,17 +290,12 @@ class GradCache:
         step.backward(cache, no_sync_except_last)
         step.inputs.backward()
 
-    def _step(self, model_inputs: Sequence[Any], heads: UsedModules, no_sync_except_last: bool = False) -> Step:
+    def _step(self, model_inputs: Sequence[Any], heads: UsedModules) -> Step:
         self._check_towers()
         if len(model_inputs) != len(self.models):
             raise ValueError(
                 f"expected one input per model, got {len(model_inputs)} inputs for {len(self.models)} models; "
                 f"pass what a single model needs as one list, mapping or (list, mapping)"
-            )
-        if no_sync_except_last and not all(hasattr(model, "no_sync") for model in self.towers):
-            raise ValueError(
-                "expected models wrapped in DistributedDataParallel with no_sync_except_last=True, got one that has no "
-                "no_sync(); wrap all models or drop the flag"
             )
         self._auxiliary = ()
         # A subclass that overrides model_call gets the model as it was given, including a DDP wrapper.

@@ -20,7 +20,7 @@ Limits of tiles: not differentiable twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ __all__ = [
     "ContrastiveLossWithQueryClosure",
     "DistributedContrastiveLoss",
     "SimpleContrastiveLoss",
+    "sum_by_tiles",
     "tiled",
     "with_known_gradients",
 ]
@@ -150,6 +151,25 @@ def _add_gradients(
         (mine.get(id(leaf)) or captured[id(leaf)]).add(gradient, start, stop)
 
 
+def sum_by_tiles(
+    loss_fn: Callable[..., Tensor], tile_rows: int | None, cut: Collection[str | int], *arguments: Tensor
+) -> tuple[Tensor, torch.dtype]:
+    """The sum over rows of the losses that ``loss_fn`` returns for each, in at least 32 bits, and the type of these.
+
+    ``tile_rows``, ``cut``: see :func:`tiled`; None: in one piece.
+    """
+    dtype = arguments[0].dtype
+
+    def tile(*parts: Tensor) -> Tensor:
+        nonlocal dtype
+        losses = loss_fn(*parts)
+        dtype = losses.dtype
+        return losses.sum(dtype=wide(dtype))
+
+    by_tiles = tile if tile_rows is None else tiled(tile, tile_rows=tile_rows, cut=cut, reduction="sum")
+    return by_tiles(*arguments), dtype
+
+
 def with_known_gradients(value: Tensor, known: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """``value`` with a graph in which each tensor of ``known`` gets the gradient paired with it."""
     if not known:
@@ -226,18 +246,9 @@ class SimpleContrastiveLoss:
 
     def _total(self, x: Tensor, y: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
         """The sum over queries, in at least 32 bits, and the dtype of the loss."""
-        dtype = x.dtype
-
-        def tile(x: Tensor, y: Tensor, target: Tensor) -> Tensor:
-            nonlocal dtype
-            per_query = _cross_entropy(x, y, target, self.scale, "none")
-            dtype = per_query.dtype
-            return per_query.sum(dtype=wide(dtype))
-
         # Summed, not averaged, per tile: cross_entropy excludes ignored rows (target -100) from its mean.
-        rows = self._rows_of_tile(x, y)
-        by_tiles = tile if rows is None else tiled(tile, tile_rows=rows, cut=(2,), reduction="sum")
-        return by_tiles(x, y, target), dtype
+        per_query = partial(_cross_entropy, scale=self.scale, reduction="none")
+        return sum_by_tiles(per_query, self._rows_of_tile(x, y), (2,), x, y, target)
 
     def _rows_of_tile(self, x: Tensor, y: Tensor) -> int | None:
         """Queries whose scores exist at a time; None: all."""

@@ -24,13 +24,13 @@ from offload.engine.plans.outside import bytes_staying
 from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
 from offload.memory import MemoryArguments, Needs, layout_of, limits_for, memory_of
-from offload.mesh.sharding import Sharding, check_mesh, open_home
+from offload.mesh.sharding import Sharding, check_mesh
 from offload.persistence import PersistentHome
 from offload.planning.budget import GAPS_SHARE
 from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches, Reports
 from offload.running import LayersInOrder
-from offload.storage import DiskHome, home_of
+from offload.storage import DiskHome, home_of, open_tier
 from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, is_taken_apart, separate, stored_tensors
@@ -157,7 +157,7 @@ def construct(
     if one_each if in_order else num_slices is None:
         num_slices = len(named)
     needs = needs_of(named)
-    layout, policy = layout_of(resources, needs, num_slices, given._cuts)
+    cuts, policy = layout_of(resources, needs, num_slices, given._cuts)
     stored: Mapping[torch.Tensor, Any] = {}
     if given.pretrained is not None:
         files = given.pretrained if isinstance(given.pretrained, Pretrained) else Pretrained(given.pretrained)
@@ -178,10 +178,10 @@ def construct(
     calls = LayersInOrder(named) if in_order else OwnForward(model, named, around, device, given.param_dtype)
     meter = Meter(device)
     sharding = None if mesh is None else Sharding(mesh, given.gradient_divide_factor, meter, device)
-    tier = open_home(offload_device, device, sharding)
+    tier = sharding.open_tier(offload_device, device) if sharding else open_tier(offload_device, device, keeps=True)
     # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
     undo.callback(tier.close)
-    memory_limits = limits_for(resources, layout, needs, meter)
+    memory_limits = limits_for(resources, cuts, needs, meter)
     if memory_limits is not None:
         undo.callback(memory_limits.release)
     home = PersistentHome(tier, named, stored, around, sharding)
@@ -197,7 +197,7 @@ def construct(
     undo.callback(lanes.close)
     homes = ModelHomes(
         named,
-        layout.cuts,
+        cuts,
         home.values,
         policy=policy,
         device=device,

@@ -30,8 +30,8 @@ CELL_SHARE = 4
 
 HOST = torch.device("cpu")
 _serials = itertools.count()
-#: The grants of living models. Single operations on a dict need no lock, which a finalizer could not take.
-_living: dict[int, weakref.ref[Grant]] = {}
+#: The grants of living models.
+_living: weakref.WeakValueDictionary[int, Grant] = weakref.WeakValueDictionary()
 _warned: set[torch.device] = set()
 
 
@@ -50,17 +50,14 @@ class Grant:
         self._serial = next(_serials)
         self._shared_with: list[int] = []
         self._nbytes = 0
-        for serial, reference in list(_living.items()):
-            if reference() is None:
-                _living.pop(serial, None)
-        _living[self._serial] = weakref.ref(self)
+        _living[self._serial] = self
 
     @property
     def nbytes(self) -> int:
         """Bytes that the model may hold now. ``"auto"``: measured again when models were made or have ended."""
         if self.asked is not None:
             return self.asked
-        living = [one for reference in list(_living.values()) if (one := reference()) is not None]
+        living = [one for reference in _living.valuerefs() if (one := reference()) is not None]
         here = [one for one in living if one.place == self.place]
         present = [one._serial for one in here]
         if present != self._shared_with:
@@ -125,16 +122,6 @@ class MemoryLimits:
 
     device: Grant
     host: Grant
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes that the model may hold on the compute device."""
-        return self.device.nbytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that the model may hold in host memory."""
-        return self.host.nbytes
 
     def release(self) -> None:
         """Gives the bytes back."""

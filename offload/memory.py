@@ -14,8 +14,10 @@ from offload.arguments import layer_bytes
 from offload.limits import HOST, MemoryLimits, check_place, limits_of, numbers_of
 from offload.mesh.sharding import least_of_ranks
 from offload.mesh.traffic import bytes_beside_one_process, least_exchange_bytes
-from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, requirement, shown_bytes
+from offload.planning.budget import shown_bytes
 from offload.planning.partition import cut_layers, cut_within
+from offload.planning.step_bytes import step_bytes
+from offload.planning.step_model import Choice, StepModel
 from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, policy_of
 from offload.storage.buffer import has_own_memory
 from offload.streaming.weight_forms import WeightForm
@@ -129,15 +131,18 @@ class Needs:
             self.gradients = [0] * len(layers)
 
     def __call__(self, cuts: Sequence[int]) -> int:
-        """On the compute device."""
-        slots = requirement(self.in_slot, self.gradients, cuts, self.slots, apart=self._apart)
-        return slots + self.outside + (self.stored if self.on_host else 0) + self._buffers(cuts)
+        """On the compute device, without what layers allocate while they run."""
+        ends = [0, *itertools.accumulate(cuts)]
+        slots, gradients, at_home = (
+            [sum(sizes[a:b]) for a, b in itertools.pairwise(ends)]
+            for sizes in (self.in_slot, self.gradients, self._at_home)
+        )
+        model = StepModel(shards=len(cuts), slot_bytes=slots, gradient_bytes=gradients, own_slots=self._apart)
+        streaming = step_bytes(model, Choice(min(self.slots, len(cuts)))).memory
+        return streaming + self.outside + (self.stored if self.on_host else 0) + self._buffers(max(at_home, default=0))
 
-    def _buffers(self, cuts: Sequence[int]) -> int:
-        """With several ranks: what they exchange takes, beside whole gradients."""
-        ends = list(itertools.accumulate(cuts))
-        each = (sum(self._at_home[end - count : end]) for end, count in zip(ends, cuts, strict=True))
-        largest = max(each, default=0)
+    def _buffers(self, largest: int) -> int:
+        """With several ranks: what they exchange takes, beside whole gradients; ``largest``: a shard at home."""
         if not self.on_host and self._ranks * self._replicas > 1:
             return least_exchange_bytes(largest, self._ranks, narrow=self._narrow)
         return 0 if self._ranks == 1 else bytes_beside_one_process(largest, self._ranks)
@@ -150,8 +155,8 @@ class Needs:
 
 def layout_of(
     memory: MemoryArguments, needs: Needs, num_slices: int | None, cuts: Sequence[int] | None
-) -> tuple[Layout, MemoryPolicy]:
-    """Shards, slots and bytes for boundaries; and the policy with these, and zeros where it leaves bytes open.
+) -> tuple[Sequence[int], MemoryPolicy]:
+    """Layers of each shard; and the policy with slots and bytes for boundaries, and zeros where it leaves bytes open.
 
     ``num_slices``: of the model; ``cuts``: those of the model that is copied.
     Raises ValueError if a number is less than the least that these shards and slots need.
@@ -172,27 +177,25 @@ def layout_of(
         check_place(torch.device("cpu"), on_host, needs.stored, " with homes in host memory; or pass a directory")
     boundaries = DEFAULT_BOUNDARY_BYTES if policy.boundary_bytes is None else policy.boundary_bytes
     if on_device is not None and policy.boundary_bytes is None:
-        boundaries = min(boundaries, on_device - least + SMALLEST_BOUNDARIES)
-    layout = Layout(tuple(cuts), min(slots, len(cuts)), boundaries)
-    decided = replace(
+        boundaries = min(boundaries, on_device - least)
+    return cuts, replace(
         policy,
-        slots=max(layout.slots, 2),
-        boundary_bytes=layout.boundary_bytes,
+        slots=max(min(slots, len(cuts)), 2),
+        boundary_bytes=boundaries,
         graph_bytes=policy.graph_bytes or 0,
         gradient_bytes=policy.gradient_bytes or 0,
         resident_bytes=policy.resident_bytes or 0,
     )
-    return layout, decided
 
 
-def limits_for(memory: MemoryArguments, layout: Layout, needs: Needs, meter: Meter) -> MemoryLimits | None:
+def limits_for(memory: MemoryArguments, cuts: Sequence[int], needs: Needs, meter: Meter) -> MemoryLimits | None:
     """What the model may hold on the compute device and in host memory; None without bounds.
 
     ``meter``: counts what the model holds on the compute device.
     """
     if not memory.bounds:
         return None
-    stored, least = needs.stored, needs(layout.cuts)
+    stored, least = needs.stored, needs(cuts)
     homes = stored if needs.on_host else 0
     return limits_of(
         memory.policy,

@@ -21,17 +21,17 @@ from offload.blocks.fixed_structure import methods_refused
 from offload.construction import Arguments, Offloaded, construct
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
+from offload.engine.plans.prediction import Estimate
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.loading import adapted, build_model, names_of_transformers
 from offload.module import refuse_copies, refuse_moves, show_values, store_values
 from offload.planning.budget import shown_bytes
-from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
-from offload.streaming.copies import CopiesOfHomes
+from offload.streaming.copies import Copies
 from offload.streaming.heap import return_freed_memory
-from offload.streaming.slot_pool import share_slots
+from offload.streaming.streamer import share_slots
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Statistics
 from offload.telemetry.trace import Event
@@ -261,7 +261,7 @@ class OffloadModel(nn.Module):
         return self._offloaded.reports.plan(batch_rows, training=training)
 
     def estimate(self, batch_rows: int) -> Estimate:
-        """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
+        """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, bytes at the peak.
 
         The plan is simulated with the median of the latest layer times and bandwidths, without the first step's; times
         of layers are assumed to be proportional to rows. A process is often slow in its second step, too, so times are
@@ -276,8 +276,8 @@ class OffloadModel(nn.Module):
     def memory_report(self) -> MemoryReport:
         """How steps use the memory that they may, and why: ``print(model.memory_report())``.
 
-        It has each choice with its bytes, predicted and measured, the runner-up and what more memory would buy;
-        ``.plot("memory.png")`` draws the memory over one step. Raises RuntimeError if there is no ``memory``.
+        It has each use with its bytes, predicted and measured, and what more memory would buy. Raises RuntimeError if
+        there is no ``memory``.
         """
         return self._homes.memory_report()
 
@@ -393,7 +393,7 @@ class OffloadModel(nn.Module):
         if calls.forward_of_instance is not None:
             own["forward"] = calls.forward_of_instance
         bare = memo[id(self)] = offloaded.kind.__new__(offloaded.kind)
-        with CopiesOfHomes(offloaded.homes.shards, results=results):
+        with Copies(results=results):
             vars(bare).update(copy.deepcopy(own, memo))
         arguments = offloaded.arguments
         if offloaded.homes.layers_apart:
@@ -475,8 +475,8 @@ def offload(
         num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: one for each of
             ``blocks``; else with ``memory`` one for each layer, or for neighbours that are small; else 3.
         checkpoint_activation: if True, keep only the inputs of each shard and recompute the rest in backward; if False,
-            keep all activations of the layers, but no second copy of their weights, nor of casts of them. None: True
-            with ``memory``, else False.
+            keep all activations of the layers, but no second copy of their weights, nor of casts of those that train.
+            None: True with ``memory``, else False.
         num_microbatches: parts into which a batch is split along dimension 0. Each shard is loaded once per pass and
             runs all of them. Any number of rows; the last micro-batch may be smaller. The result is that of the bare
             model where layers treat each row on its own. Layers that look across rows (batch normalisation) see one

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from offload.mesh.shard import layout_of_parts
 from offload.mesh.sharding import Sharding
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
@@ -145,7 +146,7 @@ class PersistentHome:
 
 def _weights(layers: Mapping[str, nn.Module], sharding: Sharding | None) -> tuple[list[str], int]:
     """A line for each weight, as :func:`offload.streaming.layer_homes.make_shards` lays them out, and their bytes."""
-    places = LayerLayout() if sharding is None else sharding.layout()
+    places = LayerLayout() if sharding is None else layout_of_parts(sharding.ranks)
     lines = [] if sharding is None else [f"rows of {sharding.name}"]
     lines += [
         f"{s.name} {_kind(s.parameter)} {list(s.parameter.shape)} strides {list(s.stride)} at {s.offset}"

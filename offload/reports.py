@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from offload.engine.homes import ModelHomes
-from offload.engine.plans.prediction import next_plan, predict_step
-from offload.engine.plans.row_units import largest_rows
-from offload.planning.estimate import Estimate
+from offload.engine.plans.prediction import Estimate, next_plan, predict_step
+from offload.engine.plans.rows import largest_rows
 from offload.planning.plan import Plan
 from offload.telemetry.trace import Event
 from pipe.nested import flatten

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,18 +15,17 @@ from offload.arguments import names_taken
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
-from offload.engine.plans.regroup import (
+from offload.engine.plans.memory_planner import TooLargeError
+from offload.engine.plans.rows import (
     by_chunk,
     kind_of,
     looks_across_rows,
     rows_in,
     runs_together,
-    split_output,
 )
 from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
 from offload.limits import cell_bytes
-from offload.planning.residency import TooLargeError
 from offload.reports import MicroBatches
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
@@ -119,7 +119,7 @@ class LayersInOrder:
         input_fn: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
         layers = [shard.layers for shard in self.homes.shards]
-        dtype = self.homes.layer_homes.dtype
+        dtype = self.homes.param_dtype
         return run_layers(self.engine, layers, chunks, output_fns=output_fns, input_fn=input_fn, dtype=dtype)
 
     def _forward_joined(
@@ -129,13 +129,9 @@ class LayersInOrder:
 
         By counted bytes, which are the same in every process: chunks that run together may have other bits.
         """
-        planner = self.homes.steps.planner
         groups = [gather_nested([calls[i] for i in run]) for run in runs]
         rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
-        output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
-        with contextlib.nullcontext() if planner is None else planner.by_count():
-            outputs = self._run_layers(groups, output_fns)
-        return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
+        return [*chain(*self._run_layers(groups, [by_chunk(output_fn, sizes) for sizes in rows]))]
 
     @property
     def _joins_chunks(self) -> bool:
@@ -168,5 +164,5 @@ class LayersInOrder:
         """See :meth:`offload.OffloadModel.activation_bytes`."""
         call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, the whole base would be counted
         layers = [shard.layers for shard in self.homes.shards]
-        dtype = self.homes.layer_homes.dtype
+        dtype = self.homes.param_dtype
         return measured_activations(self.engine, layers, call, output_fn=output_fn, dtype=dtype)

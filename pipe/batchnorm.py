@@ -88,11 +88,9 @@ class DeferredBatchNorm(BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises a micro-batch: by its own statistics in training, by the running ones in evaluation."""
-        self._check_input_dim(input)
         if not self.training:
-            return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
+            return super().forward(input)
+        self._check_input_dim(input)
         output = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
         # After the normalisation, which raises for inputs without statistics (one value per channel).
         if not is_recomputing():

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from pipe.nested import LEAVES, flatten, map_together, requires_grad
+from pipe.nested import LEAVES, flatten, map_together
 from pipe.recompute.captured import Captured, captured
 from pipe.recompute.generators import generators_of
 from pipe.recompute.phase import enable_recomputing, is_checkpointing, is_recomputing
@@ -85,8 +86,8 @@ def checkpoint(
 
     Raises:
         TypeError: for options of ``torch.utils.checkpoint`` that choose what is kept or compared.
-        RuntimeError: if the function changes its input in place; in backward, if a parameter, a mode, or a tensor that
-            the function reads has been changed since. Other values have those of the forward again.
+        RuntimeError: in backward, if the input (by the function, too), a parameter, or a tensor that the function reads
+            has been changed in place since. Other values, and modes, are those of the forward again.
 
     Layers whose shapes are found in their first forward (``nn.LazyLinear``) are not recomputed in that forward. In code
     that ``torch.compile`` compiles it is ``torch.utils.checkpoint``.
@@ -116,17 +117,8 @@ def _first(
     if found is None:
         return None, function(*args, **kwargs)
     call = Call("a checkpointed function", function, found, to_the_end=True)
-    inputs = call.save_inputs(args, kwargs)
-    before = [tensor._version for tensor in inputs]
-    output = call.first(function, args, kwargs)
-    for k, (tensor, version) in enumerate(zip(inputs, before, strict=True)):
-        if tensor._version != version:
-            raise RuntimeError(
-                f"expected a checkpointed function not to change its input, got input tensor {k} changed in place "
-                f"(shape={tuple(tensor.shape)}); the recomputation would start from the changed value: use "
-                f"inplace=False in its first layer"
-            )
-    return call, output
+    call.save_inputs(args, kwargs)
+    return call, call.first(function, args, kwargs)
 
 
 def _before(
@@ -153,7 +145,7 @@ def _before(
 
 def _behind(node: type[torch.autograd.Function], call: Call, output: Any) -> Any:
     """The output with a node behind those of its tensors that need a gradient."""
-    return map_together(partial(node.apply, call), output, only=requires_grad)
+    return map_together(partial(node.apply, call), output, only=attrgetter("requires_grad"))
 
 
 class Checkpointing:
@@ -170,11 +162,7 @@ class Checkpointing:
         self._call: Call | None = None
 
     def checkpoint(self) -> Any:
-        """Runs the function and returns its output as the result of :class:`Checkpoint`.
-
-        Raises:
-            RuntimeError: if the function changed its input in place.
-        """
+        """Runs the function and returns its output as the result of :class:`Checkpoint`."""
         self._call, output = _first(self._function, (self._value,), {}, self._module)
         return output if self._call is None else _behind(Checkpoint, self._call, output)
 

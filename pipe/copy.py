@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipe.stream import AbstractStream, current_stream, get_device, record_stream, use_stream, wait_stream
+from pipe.stream import AbstractStream, current_stream, get_device, record_stream, to_device, use_stream, wait_stream
 
 __all__ = ["Copy", "Wait"]
 
@@ -36,9 +36,7 @@ def _moved(tensors: Any, source: AbstractStream, target: AbstractStream) -> list
             if tensor is None:
                 moved.append(None)
                 continue
-            copied = (
-                tensor.detach() if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
-            )
+            copied = tensor.detach() if tensor.device == device else to_device(tensor, device)
             # The tensor was allocated on the compute stream; without this, its memory may be reused during the copy.
             record_stream(tensor, source)
             # The copy was allocated on the copy stream, and is read on the compute stream.

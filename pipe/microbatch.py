@@ -7,7 +7,7 @@ silently. A single micro-batch is the batch itself: nothing is split, and sizes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import flatten, holder_in, unflatten
+from pipe.stream import to_device
 
 __all__ = [
     "NoChunk",
@@ -22,7 +23,6 @@ __all__ = [
     "check",
     "check_rows",
     "gather_nested",
-    "map_batch",
     "refuse_holder",
     "rows_of",
     "rows_of_micro_batches",
@@ -55,19 +55,6 @@ def _is_split(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
-def _whole(leaf: Any) -> Any:
-    return leaf.tensor if isinstance(leaf, NoChunk) else leaf
-
-
-def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Applies ``function`` to every tensor of the mini-batch, those in :class:`NoChunk` included."""
-    leaves, spec = flatten(value)
-    for k, leaf in enumerate(leaves):
-        if isinstance(leaf, (Tensor, NoChunk)):
-            leaves[k] = function(leaf) if isinstance(leaf, Tensor) else NoChunk(function(leaf.tensor))
-    return unflatten(leaves, spec)
-
-
 def rows_of(value: Any) -> int:
     """Size of dimension 0 of all tensors of a nested value, which must be equal; 1 if no tensor has a dimension 0."""
     sizes = {leaf.size(0) for leaf in flatten(value)[0] if _is_split(leaf)}
@@ -91,24 +78,28 @@ def rows_of_micro_batches(value: Any, chunks: int) -> list[int]:
     return [rows // count + (i < rows % count) for i in range(count)]
 
 
-def split_nested(value: Any, chunks: int) -> list[Any]:
-    """Cuts a nested value into at most ``chunks`` micro-batches of nearly equal size (views, never copies).
+def split_nested(value: Any, chunks: int, device: torch.device | None = None) -> list[Any]:
+    """Cuts a nested value, first moved to ``device``, into at most ``chunks`` micro-batches of nearly equal size.
 
-    With fewer rows than ``chunks`` there are as many micro-batches as rows. The first ones are the larger ones.
+    They are views, never copies. With fewer rows than ``chunks`` there are as many micro-batches as rows. The first
+    ones are the larger ones.
     """
     if chunks < 1:
         raise ValueError(f"expected at least 1 micro-batch, got chunks={chunks}")
     count = len(rows_of_micro_batches(value, chunks))
     leaves, spec = flatten(value)
-    for leaf in leaves if count > 1 else ():
-        if _is_split(leaf) and leaf.layout is not torch.strided:
+    columns: list[Sequence[Any]] = []
+    for leaf in leaves:
+        cut = count > 1 and _is_split(leaf)
+        if cut and leaf.layout is not torch.strided:
             raise TypeError(
                 f"expected dense tensors to split into {count} micro-batches, got one of layout {leaf.layout}; pass "
                 f"NoChunk(tensor) if all rows share it, or use a single micro-batch"
             )
-    columns = [
-        torch.tensor_split(leaf, count) if count > 1 and _is_split(leaf) else (_whole(leaf),) * count for leaf in leaves
-    ]
+        whole = leaf.tensor if isinstance(leaf, NoChunk) else leaf
+        if device is not None and isinstance(whole, Tensor):
+            whole = to_device(whole, device)
+        columns.append(torch.tensor_split(whole, count) if cut else (whole,) * count)
     return [unflatten([column[i] for column in columns], spec) for i in range(count)]
 
 
@@ -128,9 +119,10 @@ def gather_nested(values: list[Any], rows: RowsOfOutputs | None = None) -> Any:
     for k, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
         first = column[0]
         if not isinstance(first, Tensor):
-            if any(leaf is not first for leaf in column):
-                refuse_holder(f"output leaf {k} of {len(values)} micro-batches", holder_in(first))
-            if any(leaf is not first and leaf != first for leaf in column):
+            others = [leaf for leaf in column if leaf is not first]
+            if others:
+                refuse_holder(f"output leaf {k} of {len(values)} micro-batches", first)
+            if any(leaf != first for leaf in others):
                 raise ValueError(f"output leaf {k} is a {type(first).__name__} that differs between micro-batches")
             gathered.append(first)
         elif rows is not None and rows.share(column):
@@ -169,8 +161,9 @@ class _CatSparse(torch.autograd.Function):
         return None, *pieces
 
 
-def refuse_holder(where: str, holder: Any) -> None:
-    """Refuses an object with tensors as attributes, such as a dataclass, where its tensors would not be seen."""
+def refuse_holder(where: str, value: Any, *, needs_grad: bool = False) -> None:
+    """Refuses an object with tensors (that need a gradient) as attributes, such as a dataclass, which are not seen."""
+    holder = holder_in(value, needs_grad=needs_grad)
     if holder is not None:
         raise TypeError(
             f"expected tensors in tuples, lists, dicts or other pytree nodes as {where}, got a "

@@ -26,11 +26,9 @@ __all__ = [
     "attributes_of",
     "flatten",
     "holder_in",
-    "map_distinct",
     "map_tensors",
     "map_together",
     "parts_of",
-    "requires_grad",
     "tensors_in",
     "unflatten",
 ]
@@ -152,16 +150,16 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same structure with ``function`` applied to every tensor; other leaves stay as they are."""
+    """The same structure with ``function`` applied to every tensor; other leaves stay as they are.
+
+    A tensor that occurs several times is one in the result, too: an in-place write to it is visible at all of them.
+    """
     if isinstance(value, Tensor):
         return function(value)
     leaves, spec = flatten(value)
-    return unflatten([function(x) if isinstance(x, Tensor) else x for x in leaves], spec)
-
-
-def requires_grad(tensor: Tensor) -> bool:
-    """Whether it needs a gradient."""
-    return tensor.requires_grad
+    distinct = {id(x): x for x in leaves if isinstance(x, Tensor)}
+    mapped = {key: function(x) for key, x in distinct.items()}
+    return unflatten([mapped.get(id(x), x) for x in leaves], spec)
 
 
 def map_together(
@@ -175,19 +173,3 @@ def map_together(
     for k, tensor in zip(where, function(*[leaves[k] for k in where]), strict=True):
         leaves[k] = tensor
     return unflatten(leaves, spec)
-
-
-def map_distinct(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """:func:`map_tensors` that applies ``function`` once to a tensor that occurs several times.
-
-    All occurrences get the same result object, so an in-place write to one is visible in the others, as it is in
-    ``value``.
-    """
-    mapped: dict[int, Any] = {}
-
-    def once(tensor: Tensor) -> Any:
-        if id(tensor) not in mapped:
-            mapped[id(tensor)] = function(tensor)
-        return mapped[id(tensor)]
-
-    return map_tensors(once, value)

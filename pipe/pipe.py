@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -44,7 +43,7 @@ from pipe.refusals import (
 from pipe.schedule import Clocks, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.stage import Values
-from pipe.step import PipelineStep, moved, split_target, step_of_one_cell
+from pipe.step import PipelineStep, split_target, step_of_one_cell
 from pipe.stream import AbstractStream, new_stream, use_device
 from pipe.torch_private.tracing import breaks_compiled_graphs
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
@@ -204,15 +203,14 @@ class Pipe(nn.Module):
         self._follow()
         if not self._stages:
             return input
-        batches = self._micro_batches(input)
+        batches = microbatch.split_nested(input, self.chunks, self.devices[0])
         count, takers = len(batches), self._ensure_turns()
         if count > 1:
             check_rows_first(self[0], input)
             if torch.is_grad_enabled():
                 check_updates(takers)
-        record = None if self._trace is None else self._record
         checkpoint_stop = self._checkpoint_stop(count)
-        if count == len(self._stages) == 1 and record is None and not (checkpoint_stop or takers):
+        if count == len(self._stages) == 1 and self._trace is None and not (checkpoint_stop or takers):
             with mini_batch(1), use_device(self.devices[0]):
                 return self._stages[0](batches)[0]
         values: list[Values] = [{None: batch} for batch in batches]
@@ -224,7 +222,7 @@ class Pipe(nn.Module):
                 self._ensure_copy_streams(),
                 turns=self._turns,
                 checkpoint_stop=checkpoint_stop,
-                record=record,
+                trace=self._trace,
             ).run()
         outputs = [value[None] for value in values]
         if count == 1:
@@ -277,22 +275,20 @@ class Pipe(nn.Module):
         if not self._stages:
             raise ValueError("expected a Pipe with layers to train, got an empty one")
         check_reduced(self)
-        inputs = self._micro_batches(input)
+        inputs = microbatch.split_nested(input, self.chunks, self.devices[0])
         rows = microbatch.rows_of_micro_batches(input, self.chunks)
-        there = microbatch.map_batch(partial(moved, device=self.devices[-1]), target)
-        targets = split_target(there, rows)
-        # Counted where the user has them.
-        counted = targets if there is target else split_target(target, rows)
-        losses = micro_losses(loss_fn, reduction, counted, rows)
+        targets = split_target(target, rows, self.devices[-1])
+        # Targets are counted where the user has them.
+        losses = micro_losses(loss_fn, reduction, split_target(target, rows) if len(rows) > 1 else (), rows)
         if schedule not in SCHEDULES:
             raise ValueError(f"expected a schedule among {sorted(SCHEDULES)}, got {schedule!r}")
         # What a (sum, count) divides by is known after the last forward.
         make = fill_drain if losses[0].weight is None else SCHEDULES[schedule]
         takers = self._ensure_turns()
         parameters = parameters_of(self, without=takers)
-        if len(rows) == len(self._stages) == 1 and not takers:
+        if len(rows) == len(self._stages) == 1 and self._trace is None and not takers:
             with step_gradients(parameters), mini_batch(1), use_device(self.devices[0]):
-                return step_of_one_cell(self._stages[0], inputs[0], targets[0], losses[0], self._record)
+                return step_of_one_cell(self._stages[0], inputs[0], targets[0], losses[0])
         if len(rows) > 1:
             check_rows_first(self[0], input)
             check_updates(takers)
@@ -312,12 +308,12 @@ class Pipe(nn.Module):
                 losses,
                 turns=self._turns,
                 checkpoint_stop=self._checkpoint_stop(len(rows)),
-                record=self._record,
+                trace=self._trace,
             ).run()
 
     @contextlib.contextmanager
     def recording(self, trace: list[StageAction] | None = None) -> Iterator[list[StageAction]]:
-        """Appends every action to a list when it begins, in forward, backward and :meth:`train_step`; yields the list.
+        """Appends the actions of forwards and steps in it, and their backwards, to a list as they begin; yields it.
 
         Args:
             trace: the list, by default a new one. A list whose ``append`` reads a clock measures the actions.
@@ -327,14 +323,6 @@ class Pipe(nn.Module):
             yield self._trace
         finally:
             self._trace = before
-
-    def _record(self, action: StageAction) -> None:
-        if self._trace is not None:
-            self._trace.append(action)
-
-    def _micro_batches(self, input: Any) -> list[Any]:
-        here = microbatch.map_batch(partial(moved, device=self.devices[0]), input)
-        return microbatch.split_nested(here, self.chunks)
 
     def _follow(self) -> None:
         """Updates the stages with layers that were replaced."""

@@ -44,7 +44,8 @@ Source: torchgpipe (Kim et al., 2020), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -72,39 +73,30 @@ def wait(value: Any, prev_stream: AbstractStream, next_stream: AbstractStream) -
     return map_together(partial(Wait.apply, prev_stream, next_stream), value)
 
 
+@dataclass
 class Pipeline:
     """One forward of all micro-batches over all stages.
 
-    Args:
+    Attributes:
         values: for each micro-batch, what is on its way to later cells: at first the micro-batch itself, under None,
             which :meth:`run` replaces by the output.
         stages: the stages, in order.
         copy_streams: for each stage, a stream for each micro-batch.
         turns: number of places where stages take turns (:mod:`pipe.turn`); 0 if each stage has its own.
         checkpoint_stop: the micro-batches before this one are checkpointed.
-        record: called with each action when it begins, those of backward included.
+        trace: gets each action when it begins, those of backward included.
     """
 
-    def __init__(
-        self,
-        values: list[Values],
-        stages: Sequence[Stage],
-        copy_streams: Sequence[Sequence[AbstractStream]],
-        *,
-        turns: int = 0,
-        checkpoint_stop: int = 0,
-        record: Callable[[StageAction], None] | None = None,
-    ) -> None:
-        self.values = values
-        self.stages = stages
-        self.copy_streams = copy_streams
-        self.turns = turns
-        self.checkpoint_stop = checkpoint_stop if torch.is_grad_enabled() else 0
-        self.record = record
-        self._streams = [current_stream(stage.device) for stage in stages]
+    values: list[Values]
+    stages: Sequence[Stage]
+    copy_streams: Sequence[Sequence[AbstractStream]]
+    turns: int = 0
+    checkpoint_stop: int = 0
+    trace: list[StageAction] | None = None
 
     def run(self) -> None:
         """Runs all cells."""
+        self._streams = [current_stream(stage.device) for stage in self.stages]
         for actions in forward_clocks(len(self.values), len(self.stages), self.turns > 0):
             # All copies of a clock are issued before its layers, so that they overlap.
             for _, j, i in actions:
@@ -122,8 +114,8 @@ class Pipeline:
 
     def _run_cell(self, i: int, j: int) -> None:
         stage, compute_stream, copy_stream = self.stages[j], self._streams[j], self.copy_streams[j][i]
-        if self.record is not None:
-            self.record(StageAction("F", j, i))
+        if self.trace is not None:
+            self.trace.append(StageAction("F", j, i))
         inputs = []
         for route in stage.arriving:
             value = self.values[i].pop(route.key)
@@ -131,7 +123,7 @@ class Pipeline:
                 # Without this, the layers read the boundary before its copy is complete.
                 value = wait(value, copy_stream, compute_stream)
             inputs.append(value)
-        checkpointed = i < self.checkpoint_stop
+        checkpointed = i < self.checkpoint_stop and torch.is_grad_enabled()
         halves = Checkpointing(stage, inputs, module=stage.layers) if checkpointed else None
         outputs = stage(inputs) if halves is None else halves.checkpoint()
         if self.turns and i == 0 and j + self.turns < len(self.stages):
@@ -145,8 +137,8 @@ class Pipeline:
                 outputs[k] = wait(outputs[k], compute_stream, copy_stream)
         if halves is not None:
             outputs = halves.recompute(outputs)
-        if self.record is not None:
-            record = partial(self.record, StageAction("B", j, i))
+        if self.trace is not None:
+            record = partial(self.trace.append, StageAction("B", j, i))
             made = [x for x in tensors_in(outputs) if x.requires_grad]
             register_multi_grad_hook(made, lambda _: record(), mode="any")
         self.values[i].update((route.key, output) for route, output in zip(stage.leaving, outputs, strict=True))

@@ -14,7 +14,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pipe.microbatch import refuse_holder
-from pipe.nested import holder_in
 from pipe.recompute.replay import Layers
 from pipe.turn import TakesTurns
 
@@ -123,7 +122,7 @@ def check_optimizers(parameters: Iterable[nn.Parameter]) -> None:
 def refuse_holders(stage: int, output: Any, *, checkpointed: bool, copied: bool) -> None:
     """Refuses an object with tensors in an output of a stage where these would be neither recomputed nor copied."""
     if checkpointed or copied:
-        refuse_holder(f"the output of stage {stage}", holder_in(output, needs_grad=not copied))
+        refuse_holder(f"the output of stage {stage}", output, needs_grad=not copied)
 
 
 @contextlib.contextmanager

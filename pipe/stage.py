@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipe.nested import map_tensors
 from pipe.skip.layout import Route
 from pipe.skip.namespace import Key
+from pipe.skip.skippable import Skippable
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
 from pipe.turn import takers_in
 
@@ -32,16 +33,11 @@ def writes_input(layers: nn.Module) -> bool:
 
     Layers without parameters may return their input unchanged; a layer with parameters returns a new tensor.
     """
-    waiting: list[nn.Module | None] = [layers]
-    while waiting:
-        layer = waiting.pop()
-        if layer is None:
-            continue
+    for layer in layers.modules():
         if layer.__dict__.get("inplace", getattr(type(layer), "inplace", False)):
             return True
         if layer._parameters and any(parameter is not None for parameter in layer._parameters.values()):
             return False
-        waiting += reversed(layer._modules.values())
     return False
 
 
@@ -61,6 +57,7 @@ class Stage:
         self.arriving = [Route(None, max(index - 1, 0), index), *popped]
         self.leaving = [Route(None, index, min(index + 1, count - 1)), *stashed]
         self._popped, self._stashed = [route.key for route in popped], [route.key for route in stashed]
+        self._skips = any(isinstance(layer, Skippable) for layer in layers.modules())
         self._takers = takers_in(layers)
         self.follow()
 
@@ -80,6 +77,9 @@ class Stage:
             # An in-place operation on a micro-batch would write into the storage of the mini-batch, and on a saved
             # boundary it would change the input of the recomputation.
             value = map_tensors(Tensor.clone, value)
-        with use_skip_tracker(SkipTracker(zip(self._popped, popped, strict=True))) as tracker:
+        if not self._skips:
+            return [self.layers(value)]
+        tracker: SkipTracker = dict(zip(self._popped, popped, strict=True))
+        with use_skip_tracker(tracker):
             value = self.layers(value)
-        return [value, *(tracker.load(key) for key in self._stashed)]
+        return [value, *map(tracker.pop, self._stashed)]

@@ -16,8 +16,9 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -30,57 +31,48 @@ from pipe.nested import map_tensors, tensors_in
 from pipe.refusals import refuse_holders
 from pipe.schedule import Clocks, StageAction
 from pipe.stage import Stage, Values
-from pipe.stream import use_device
+from pipe.stream import to_device, use_device
 
-__all__ = ["PipelineStep", "moved", "split_target", "step_of_one_cell"]
+__all__ = ["PipelineStep", "split_target", "step_of_one_cell"]
 
 #: Stands for the cell that has made the input of a micro-batch.
 _USER = -1
 
 
-def step_of_one_cell(
-    stage: Stage, input: Any, target: Any, loss: MicroLoss, record: Callable[[StageAction], None]
-) -> Tensor:
+def step_of_one_cell(stage: Stage, input: Any, target: Any, loss: MicroLoss) -> Tensor:
     """Runs the step of one micro-batch on one stage, as the layers would run it; returns its loss, detached."""
     with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-        record(StageAction("F", 0, 0))
         total, count = loss.of(stage([input])[0], target)
         total = total if count is None else (total / count).to(total.dtype)
-        record(StageAction("B", 0, 0))
         total.backward()
     return total.detach()
 
 
+@dataclass
 class PipelineStep:
     """One step over all micro-batches, with input, target and loss of each.
 
-    Args:
+    Attributes:
         clocks: the schedule for these stages and micro-batches.
         turns: number of places where stages take turns (:mod:`pipe.turn`); 0 if each stage has its own.
         checkpoint_stop: the micro-batches before this one are checkpointed.
-        record: called with each action when it begins.
+        trace: gets each action when it begins.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        clocks: Clocks,
-        inputs: Sequence[Any],
-        targets: Sequence[Any],
-        losses: Sequence[MicroLoss],
-        *,
-        turns: int = 0,
-        checkpoint_stop: int = 0,
-        record: Callable[[StageAction], None],
-    ) -> None:
-        self.stages = stages
-        self.clocks = clocks
-        self.targets = targets
-        self.losses = losses
-        self.turns = turns
-        self.record = record
-        self._checkpointed = {cell for cell in _held(clocks, turns > 0) if cell[1] < checkpoint_stop}
-        self._values: list[Values] = [{None: value} for value in inputs]
+    stages: Sequence[Stage]
+    clocks: Clocks
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    losses: Sequence[MicroLoss]
+    turns: int = 0
+    checkpoint_stop: int = 0
+    trace: list[StageAction] | None = None
+
+    def __post_init__(self) -> None:
+        last = [a for a in chain.from_iterable(self.clocks) if a.stage == len(self.stages) - 1]
+        #: Micro-batches whose backward follows their forward on the last stage: a checkpoint would only cost time.
+        self._at_once = {a.micro_batch for a, b in pairwise(last) if (a.kind, b.kind) == ("F", "B")}
+        self._values: list[Values] = [{None: value} for value in self.inputs]
         #: For each cell between forward and backward, the leaves that stand for inputs, with the stage that made each.
         self._sources: dict[tuple[int, int], list[tuple[Tensor, Tensor, int]]] = {}
         #: For each cell, its outputs that have a gradient, and the gradients.
@@ -103,7 +95,8 @@ class PipelineStep:
         return total
 
     def _act(self, action: StageAction) -> None:
-        self.record(action)
+        if self.trace is not None:
+            self.trace.append(action)
         kind, j, i = action
         (self._forward if kind == "F" else self._backward)(j, i)
         if not self.turns:
@@ -120,8 +113,8 @@ class PipelineStep:
 
         def receive(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
-                return moved(tensor, stage.device)
-            leaf = moved(tensor.detach(), stage.device).requires_grad_()
+                return to_device(tensor, stage.device)
+            leaf = to_device(tensor.detach(), stage.device).requires_grad_()
             sources.append((leaf, tensor, source))
             return leaf
 
@@ -134,14 +127,15 @@ class PipelineStep:
             self._receive(values.pop(route.key), stage, route.stashed_at if j else _USER, sources)
             for route in stage.arriving
         ]
-        checkpointed = (j, i) in self._checkpointed
+        is_last = j == len(self.stages) - 1
+        checkpointed = i < self.checkpoint_stop and not (is_last and i in self._at_once)
         # Without its Recompute half: the gradient is already computed when this cell's backward begins.
         outputs = Checkpointing(stage, inputs, module=stage.layers).checkpoint() if checkpointed else stage(inputs)
         for route, output in zip(stage.leaving, outputs, strict=True):
             copied = self.stages[route.popped_at].device != stage.device
             refuse_holders(j, output, checkpointed=checkpointed, copied=copied)
             values[route.key] = output
-        if j == len(self.stages) - 1:
+        if is_last:
             loss, count = self.losses[i].of(values.pop(None), self.targets[i])
             self._losses[i] = loss.detach()
             if count is not None:
@@ -167,35 +161,17 @@ class PipelineStep:
                 self._gradients.setdefault((source, i), []).append((output, gradient))
 
 
-def _held(clocks: Clocks, in_turns: bool) -> set[tuple[int, int]]:
-    """The cells whose activations are held. If the backward follows the forward, checkpointing would only cost time."""
-    cells, before = set(), dict[Hashable, StageAction]()
-    for action in chain.from_iterable(clocks):
-        place = in_turns or action.stage
-        if action.kind == "F":
-            cells.add(action[1:])
-        elif before[place] == ("F", *action[1:]):
-            cells.discard(action[1:])
-        before[place] = action
-    return cells
-
-
 def _run_backward(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; the host does not wait for a copy there."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
-    """The target, split as the input was, into micro-batches of ``rows`` rows."""
+def split_target(target: Any, rows: Sequence[int], device: torch.device | None = None) -> list[Any]:
+    """The target, split as the input was, into micro-batches of ``rows`` rows, on ``device``."""
     if len(rows) > 1 and tensors_in(target) and rows_of(target) != sum(rows):
         raise ValueError(
             f"expected a target of {sum(rows)} rows as the input has, got {rows_of(target)}; pass one target for each "
             f"row, or NoChunk(tensor) for one that all rows share"
         )
-    targets = split_nested(target, len(rows))
+    targets = split_nested(target, len(rows), device)
     return targets if len(targets) == len(rows) else targets * len(rows)

@@ -23,6 +23,7 @@ __all__ = [
     "new_stream",
     "normalize_device",
     "record_stream",
+    "to_device",
     "use_device",
     "use_stream",
     "wait_stream",
@@ -93,6 +94,11 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
     else:
         # The CPU has no queue; without this, it reads memory before the copy has written it.
         target.synchronize()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; the host does not wait for a copy there."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:

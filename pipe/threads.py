@@ -202,7 +202,7 @@ class Threads:
         """Waits until all submitted work has ended, with or without errors. For a single thread."""
         assert self._count == 1
         if self._started and not self._closed and self._made_in == os.getpid():
-            barrier = Future(_nothing)
+            barrier = Future(_alive.__len__)  # any work
             self._queue.put(barrier)
             barrier.wait_idle()
 
@@ -213,10 +213,6 @@ class Threads:
             self._stop()
             for thread in self._started if wait else ():
                 thread.join()
-
-
-def _nothing() -> None:
-    """The work of a barrier."""
 
 
 def _work(queue: SimpleQueue[Future[Any] | None], permits: threading.Semaphore, operation_threads: int | None) -> None:

@@ -40,7 +40,7 @@ CALLED = {
     *("wait", "finish", "result", "join", "acquire", "synchronize", "wait_event", "wait_stream", "fence", "_fence"),
     *("record", "record_event", "record_stream", "notify", "notify_all", "set", "query"),
     # What the engine builds of these.
-    *("apply_pending_updates", "wait_for_home_reads", "wait_idle", "cancel", "complete", "cancel_prefetch"),
+    *("apply_pending_updates", "wait_for_home_reads", "wait_idle", "cancel", "complete"),
     *("_flush", "_finish", "_synchronize", "_wait_idle", "succeeded", "run_or_wait"),
 }
 #: Names that are handed on as something to call.
@@ -112,10 +112,12 @@ def _kind_of(way: list[ast.AST]) -> tuple[str, str] | None:
 
 
 def _is_text_or_set(call: ast.Call) -> bool:
-    """``", ".join(...)`` and ``set(...)`` do not wait; ``thread.join()`` and ``event.set()`` are meant."""
+    """``", ".join(...)``, ``set(...)``, ``variable.set(value)`` do not wait; ``thread.join()``, ``event.set()`` do."""
     if isinstance(call.func, ast.Name):
         return call.func.id == "set"
-    return isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Constant)
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    return isinstance(call.func.value, ast.Constant) or (call.func.attr == "set" and bool(call.args))
 
 
 def _name(node: ast.expr) -> str | None:

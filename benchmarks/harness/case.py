@@ -119,6 +119,14 @@ class Outcome:
             return [step["ratio"] for step in self.steps if "ratio" in step]
         return [mine[key] / theirs[key] for mine, theirs in zip(self.steps, self.reference, strict=False)]
 
+    def ratios_to(self, other: Outcome, key: str = "seconds") -> list[float]:
+        """What this one reported to what another did in the same step."""
+        return [mine / theirs for mine, theirs in zip(self.values(key), other.values(key), strict=False)]
+
+    def differ(self, other: Outcome, key: str = "loss") -> float:
+        """The greatest relative difference of what both reported in the same step; NaN where there is none."""
+        return max((abs(ratio - 1) for ratio in self.ratios_to(other, key)), default=float("nan"))
+
     def ratio(self, key: str = "seconds") -> float:
         """The median of :meth:`ratios`; NaN where there are none."""
         found = self.ratios(key)

@@ -5,7 +5,6 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -30,7 +29,8 @@ def environment_facts() -> dict[str, str]:
     words = ["-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shown_command([*words, *sys.argv[1:]]),
+        # As a user types it; of an absolute path only the last part is shown.
+        "command": shlex.join(["python", *(Path(w).name if os.path.isabs(w) else w for w in [*words, *sys.argv[1:]])]),
         "machine": ", ".join(machine),
         "software": ", ".join(software),
         "memory": f"peak of {MEMORY_KIND} bytes of each case's process",
@@ -49,11 +49,6 @@ def cache_directory() -> Path:
     """``$XDG_CACHE_HOME/gradstream``, else ``~/.cache/gradstream``; not created here."""
     configured = os.environ.get("XDG_CACHE_HOME", "")  # the XDG specification says to ignore a relative one
     return Path(configured if os.path.isabs(configured) else Path.home() / ".cache", "gradstream")
-
-
-def shown_command(words: Sequence[str]) -> str:
-    """``python`` and these words as a user types them; of an absolute path only the last part is shown."""
-    return shlex.join(["python", *(Path(word).name if os.path.isabs(word) else word for word in words)])
 
 
 def _cpu() -> str:

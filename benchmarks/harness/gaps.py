@@ -5,7 +5,6 @@ runs. From then on the kernel waits, for a copy if one is under way.
 """
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -27,18 +26,11 @@ def trace(step: Callable[[], object], keep: Path | None = None) -> dict[str, flo
         torch.cuda.synchronize()
         step()
         torch.cuda.synchronize()
-    if keep is not None:
-        profiler.export_chrome_trace(str(keep))
-        return gaps_of(read_events(keep))
     with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(os.path.join(folder, "trace.json"))
-        return gaps_of(read_events(Path(folder, "trace.json")))
-
-
-def read_events(path: Path) -> list[Event]:
-    """The complete events of a trace in Chrome's format."""
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return [event for event in events if event.get("ph") == "X"]
+        path = keep or Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return gaps_of([event for event in events if event.get("ph") == "X"])  # the complete ones
 
 
 def gaps_of(events: Sequence[Event]) -> dict[str, float]:

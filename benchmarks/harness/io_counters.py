@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from benchmarks.harness.ranks import bytes_received
+
 #: The counters of ``offload.Statistics`` that the line of a step holds.
 COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "update_bytes_read", "update_bytes_written", "wait_seconds")
 COUNTED += ("bytes_gathered", "bytes_reduced", "bytes_agreed")
@@ -46,6 +48,7 @@ def counts_of(model: object) -> dict[str, Any]:
 def _counts(model: object) -> dict[str, float]:
     """Counts so far: those of the model, and bytes that this process has moved, where the kernel counts them."""
     found = {name: count for name, count in counts_of(model).items() if name in COUNTED}
+    found["received"] = bytes_received()
     with contextlib.suppress(AttributeError, psutil.Error):
         io = psutil.Process().io_counters()
         found |= {"read": io.read_chars, "written": io.write_chars}

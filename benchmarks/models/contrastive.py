@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.models.dropout import row_keys
+from benchmarks.models.encoder import build_encoder
 from benchmarks.models.methods import Training
 
 TEMPERATURE = 0.05
@@ -94,6 +96,27 @@ class Pairs(Training):
         how = {"temperature": TEMPERATURE, "tile_rows": self.tile_rows, "symmetric": self.symmetric}
         loss_fn = SimpleContrastiveLoss(**how)
         return kind([model, model], self.chunk, loss_fn, get_rep_fn=self.represent)
+
+
+@dataclass(frozen=True)
+class Texts(Pairs):
+    """The encoder of rows with keys for dropout, and pairs of random tokens."""
+
+    vocabulary: int = 0
+
+    def build(self) -> nn.Sequential:
+        """The encoder, the same for the same sizes."""
+        sizes = {"dim": self.dim, "depth": self.blocks, "dropout": self.dropout, "seed": self.seed}
+        return build_encoder(self.vocabulary, self.positions, **sizes)
+
+    def example(self, step: int) -> tuple[Tensor, ...]:
+        """Queries and passages: int64 of shape (rows, 1 + positions), keys for dropout and tokens."""
+        return tuple(self._side(step, tower) for tower in range(2))
+
+    def _side(self, step: int, tower: int) -> Tensor:
+        generator = torch.Generator().manual_seed(2 * step + tower)
+        tokens = torch.randint(2, self.vocabulary, (self.rows, self.positions), generator=generator)
+        return torch.cat([row_keys(self.seed, step, tower, self.rows)[:, None], tokens], dim=1)
 
 
 class Qwen(Pairs):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.harness.case import FLOOR, LOST, CannotRunError, told_by
 from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.memory import cap_memory
-from benchmarks.harness.ranks import Ranks, bytes_received
+from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.deepspeed import deepspeed_nvme, start_deepspeed
 from benchmarks.models.transformer import Stack, checkpointed
@@ -96,7 +96,6 @@ class Method(NamedTuple):
     step: Callable[..., Tensor | float]  #: an example to the loss; may leave an update to the next step
     parameters: Callable[[], Iterable[tuple[str, Tensor]]] = dict  #: names and values, with every update applied
     model: Any = None  #: an OffloadModel, which counts what it does
-    optimizer: Any = None
     run: Any = None  #: the module that computes
 
 
@@ -123,7 +122,7 @@ def written_out() -> float:
     return time.perf_counter() - started
 
 
-def stepped(training: Training, model: nn.Module, run: nn.Module, optimizer: Any, *, clipped: bool = False) -> Method:
+def stepped(training: Training, model: nn.Module, run: Any, optimizer: Any, *, clipped: bool = False) -> Method:
     """A step as plain PyTorch code takes it: ``run`` computes with the parameters of ``model``."""
     gradient = training.gradient(run)
 
@@ -138,10 +137,10 @@ def stepped(training: Training, model: nn.Module, run: nn.Module, optimizer: Any
                 optimizer.synchronize()
         return loss
 
-    return Method(step, model.named_parameters, model if hasattr(model, "memory_report") else None, optimizer, run)
+    return Method(step, model.named_parameters, model if hasattr(model, "memory_report") else None, run)
 
 
-def in_memory(training: Training, model: nn.Module, run: nn.Module) -> Method:
+def in_memory(training: Training, model: nn.Module, run: Any) -> Method:
     """Clipping and one fused AdamW by torch."""
     optimizer = torch.optim.AdamW(model.parameters(), **training.options)
     return stepped(training, model, run, optimizer, clipped=True)
@@ -153,22 +152,15 @@ def resident(training: Training, home: Path, ranks: Ranks | None, *, checkpointe
     return in_memory(training, model, training.recomputed(model) if checkpointed else model)
 
 
-class _SavedOnCpu(nn.Module):
-    """A model whose activations are in host memory."""
-
-    def __init__(self, model: nn.Module, pin_memory: bool) -> None:
-        super().__init__()
-        self.model, self.pin_memory = model, pin_memory
-
-    def forward(self, *values: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=self.pin_memory):
-            return self.model(*values)
-
-
 def save_on_cpu(training: Training, home: Path, ranks: Ranks | None) -> Method:
     """``torch.autograd.graph.save_on_cpu``: activations in host memory, all else on the device."""
-    model = training.build()
-    return in_memory(training, model, _SavedOnCpu(model, training.device != "cpu"))
+    model: Any = training.build()
+
+    def run(*values: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=training.device != "cpu"):
+            return model(*values)
+
+    return in_memory(training, model, run)
 
 
 def torchao(training: Training, home: Path, ranks: Ranks | None) -> Method:
@@ -337,25 +329,16 @@ def train(
         whole = chosen.example(index)
         return whole if ranks is None else tuple(each.tensor_split(ranks.count)[ranks.rank].clone() for each in whole)
 
-    received = 0
-
-    def step(*example: Any) -> Tensor | float:
-        nonlocal received
-        before = bytes_received()
-        loss = made.step(*example)
-        received = bytes_received() - before
-        return loss
-
     def after(k: int) -> dict[str, float]:
         if k + 2 == save_after:
             save(made.parameters(), saved)
-        return {"kernel": written_out(), "received": received}
+        return {"kernel": written_out()}
 
     report.phase("first step")
     first = {"loss": float(made.step(*example(0)))}
     report.phase(STEPS)
     mean = float if ranks is None else ranks.mean
-    take_turns(report, made._replace(step=step), lambda k: example(k + 1), after=after, shown=mean)
+    take_turns(report, made, lambda k: example(k + 1), after=after, shown=mean)
     report.phase("end")
     return {"first": first, "counts": counts_of(made.model), "difference": difference(f"home-{RESIDENT}.pt", saved)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -38,8 +39,6 @@ class CachedLoss(nn.Module):
 
     #: Tells wrappers of that package that the model runs again in backward, so that they wrap calculate_loss instead.
     uses_gradient_cache = True
-    #: Attributes that are arguments of the constructor, for a model card.
-    _config: tuple[str, ...] = ()
 
     def __init__(
         self, model: nn.Module, mini_batch_size: int, mini_batch_num_tokens: int | None, show_progress_bar: bool
@@ -102,7 +101,9 @@ class CachedLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         """The arguments, for a model card."""
-        return {name: getattr(self, name) for name in self._config}
+        given = {name for kind in type(self).__mro__ for name in inspect.signature(kind).parameters}
+        given -= {"model", "show_progress_bar"}
+        return {name: getattr(self, name) for name in sorted(given) if hasattr(self, name)}
 
     def _loss(self, columns: list[Tensor], context: Any) -> Tensor:
         """The loss of the representations of each column."""
@@ -124,8 +125,8 @@ class CachedLoss(nn.Module):
         cache = GradCache(
             [model] * len(columns),
             self.mini_batch_size,
-            _no_loss,
-            FeatureSplitter(self.mini_batch_num_tokens),
+            self.calculate_loss,  # not called by encode()
+            partial(split_features, tokens=self.mini_batch_num_tokens),
             embedding_in,
             process_fn=process_fn or _with_own_dict,
         )
@@ -187,45 +188,36 @@ def _with_own_dict(chunk: Any) -> Any:
     return [dict(chunk[0][0])], {}
 
 
-def _no_loss(*_: Any) -> Tensor:
-    raise AssertionError("the loss is computed on the encoded batch")
-
-
-class FeatureSplitter:
-    """``split_input_fn`` for models that take a dict of features as their one argument, ``([features], {})``.
+def split_features(model_input: Any, rows: int, tokens: int | None = None) -> list[Any]:
+    """Cuts the input of models that take a dict of features as their one argument, ``([features], {})``.
 
     A batch is padded to its longest row, so a mini-batch of short rows would be encoded with needless padding. Columns
     at the end that are padding in every row of a mini-batch are dropped; padding on the left is kept, since positions
     are counted from there.
 
     Args:
-        tokens: the maximum number of tokens of a mini-batch, by its attention mask; a longer row is a mini-batch of its
-            own. None: split by rows.
+        model_input: ``([features], {})``.
+        rows: of a mini-batch.
+        tokens: instead, the maximum number of tokens of a mini-batch, by its attention mask; a longer row is a
+            mini-batch of its own.
+
+    Raises:
+        ValueError: without a number of rows, or without a mask to count tokens by.
     """
-
-    def __init__(self, tokens: int | None = None) -> None:
-        self._tokens = tokens
-
-    def __call__(self, model_input: Any, rows: int) -> list[Any]:
-        """The mini-batches; raises ValueError without a number of rows, or without a mask to count tokens by."""
-        features: Mapping[str, Any] = model_input[0][0]
-        total = _texts_in(features)
-        starts = range(0, max(total, 1), rows) if self._tokens is None else self._starts(features)
-        stops = [*starts[1:], max(total, 1)]
-        return [([_cut(features, start, stop)], {}) for start, stop in zip(starts, stops, strict=True)]
-
-    def _starts(self, features: Mapping[str, Any]) -> list[int]:
-        mask = features.get("attention_mask")
-        if not isinstance(mask, Tensor):
-            raise ValueError("expected an attention_mask to count tokens by, got none; pass mini_batch_size instead")
-        assert self._tokens is not None
-        starts, held = [0], 0
-        for i, tokens in enumerate(mask.sum(dim=1).tolist()):
-            if i > starts[-1] and held + tokens > self._tokens:
+    features: Mapping[str, Any] = model_input[0][0]
+    total = max(_texts_in(features), 1)
+    starts, held = [0], 0
+    if tokens is None:
+        starts = [*range(0, total, rows)]
+    elif isinstance(mask := features.get("attention_mask"), Tensor):
+        for i, more in enumerate(mask.sum(dim=1).tolist()):
+            if i > starts[-1] and held + more > tokens:
                 starts.append(i)
                 held = 0
-            held += int(tokens)
-        return starts
+            held += int(more)
+    else:
+        raise ValueError("expected an attention_mask to count tokens by, got none; pass mini_batch_size instead")
+    return [([_cut(features, *place)], {}) for place in zip(starts, [*starts[1:], total], strict=True)]
 
 
 def _texts_in(features: Mapping[str, Any]) -> int:

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradcache.autograd_node import wide
 from gradcache.distributed import RowsOfAll, unwrapped
-from gradcache.loss import tiled
+from gradcache.loss import sum_by_tiles, tiled
 from gradcache.sentence_transformers.cached_loss import (
     CachedLoss,
     Columns,
@@ -84,10 +83,6 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
     url = {https://arxiv.org/abs/2101.06983}
 }
 """
-    _config = (
-        *("scale", "similarity_fct", "mini_batch_size", "mini_batch_num_tokens", "gather_across_devices"),
-        *("directions", "partition_mode", "hardness_mode", "hardness_strength"),
-    )
 
     def __init__(
         self,
@@ -132,26 +127,8 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
         queries, positives = columns[:2]
         rows = RowsOfAll(columns, self.gather_across_devices)
         documents = torch.cat([rows.gathered(column) for column in columns[1:]])
-        return rows.mean(*self._sum(queries, rows.own, positives, rows.gathered(queries), documents))
-
-    def _sum(
-        self, queries: Tensor, own: Tensor, positives: Tensor, every_query: Tensor, documents: Tensor
-    ) -> tuple[Tensor, torch.dtype]:
-        """The sum over queries, in at least 32 bits, and the dtype of the loss."""
-        dtype = queries.dtype
-
-        def tile(*parts: Tensor) -> Tensor:
-            nonlocal dtype
-            losses = self._per_query(*parts)
-            dtype = losses.dtype
-            return losses.sum(dtype=wide(dtype))
-
-        by_tiles = tiled(tile, tile_rows=self.mini_batch_size, cut=(1, 2), reduction="sum")
-        return by_tiles(queries, own, positives, every_query, documents), dtype
-
-    @property
-    def _weighs(self) -> bool:
-        return self.hardness_mode is not None and self.hardness_strength > 0
+        arguments = queries, rows.own, positives, rows.gathered(queries), documents
+        return rows.mean(*sum_by_tiles(self._per_query, self.mini_batch_size, (1, 2), *arguments))
 
     def _per_query(
         self, queries: Tensor, own: Tensor, positives: Tensor, every_query: Tensor, documents: Tensor
@@ -163,7 +140,7 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
         of_own, is_positive = column % len(every_query) == own[:, None], column < len(every_query)
         similar = self.similarity_fct(queries, documents)
         scores = {"query_to_doc": similar * self.scale}
-        if self._weighs:
+        if self.hardness_mode is not None and self.hardness_strength > 0:
             weighted = {
                 "in_batch_negatives": ~of_own,
                 "hard_negatives": of_own & ~is_positive,
@@ -254,10 +231,6 @@ class CachedGISTEmbedLoss(CachedLoss):
     archivePrefix = {arXiv}
 }
 """
-    _config = (
-        *("guide", "temperature", "mini_batch_size", "mini_batch_num_tokens", "margin_strategy", "margin"),
-        *("contrast_anchors", "contrast_positives", "gather_across_devices"),
-    )
 
     def __init__(
         self,
@@ -405,7 +378,6 @@ class MegaBatchMarginLoss(CachedLoss):
     pages = {451--462}
 }
 """
-    _config = ("positive_margin", "negative_margin", "mini_batch_size", "mini_batch_num_tokens")
 
     def __init__(
         self,
@@ -444,13 +416,12 @@ class MegaBatchMarginLoss(CachedLoss):
 
     def _loss(self, columns: list[Tensor], context: Any) -> Tensor:
         anchors, positives = columns
-        rows = torch.arange(len(anchors), device=anchors.device)
 
-        def tile(anchors: Tensor, own: Tensor, positives: Tensor) -> Tensor:
+        def per_anchor(anchors: Tensor, own: Tensor, positives: Tensor) -> Tensor:
             cosines = cos_sim(anchors, positives)
             right = cosines.gather(1, own[:, None])[:, 0]
             hardest = cosines.scatter(1, own[:, None], -torch.inf).max(dim=1).values
-            return (F.relu(self.positive_margin - right) + F.relu(hardest - self.negative_margin)).sum()
+            return F.relu(self.positive_margin - right) + F.relu(hardest - self.negative_margin)
 
-        total = tiled(tile, tile_rows=self.mini_batch_size, cut=(1,), reduction="sum")(anchors, rows, positives)
-        return total / max(len(anchors), 1)
+        rows = RowsOfAll(columns, gathers=False)
+        return rows.mean(*sum_by_tiles(per_anchor, self.mini_batch_size, (1,), anchors, rows.own, positives))

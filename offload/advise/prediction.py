@@ -13,21 +13,17 @@ from torch import nn
 
 from offload.advise.profile import Work
 from offload.advise.rates import Rates
-from offload.engine.plans.least_limit import least_limit
 from offload.engine.plans.steps import BUFFERS_SHARE
 from offload.optim.update_blocks import StoredStates, update_block_bytes_of
-from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict
+from offload.planning.choose import NothingFitsError, Prediction, choose, least_limit, moves, predict
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import aligned
-from offload.planning.planner import Updates
-from offload.planning.step_model import Costs, OutsideBytes, StepModel
+from offload.planning.step_model import Costs, Key, OutsideBytes, StepModel, Updates
 
-__all__ = ["ShardBytes", "Situation", "advise", "bound_of", "shard_bytes"]
+__all__ = ["UNLIMITED", "ShardBytes", "Situation", "bound_of", "shard_bytes"]
 
 #: More than any memory has.
 UNLIMITED = 1 << 62
-#: Searches for a plan that takes less than the leanest one.
-REFINEMENTS = 4
 
 
 @dataclass(frozen=True)
@@ -110,25 +106,23 @@ class Situation:
         forward = [share * (w.forward_flops / rates.flops + w.forward_bytes / rates.touched_bytes) for w in self.works]
         kept = [share * (w.backward_flops / rates.flops + w.backward_bytes / rates.touched_bytes) for w in self.works]
         link = 1 / rates.to_device_bytes if rates.to_device_bytes else 0.0
-        reads, writes = max(1 / rates.read_bytes, link), max(1 / rates.write_bytes, link)
-        in_memory = [nbytes / rates.memory_update_bytes for nbytes in gradients]
         boundaries = [0, *(w.input_bytes for w in self.works[1:]), self.works[-1].output_bytes]
 
-        def size(key: tuple[int, int]) -> int:
+        def size(key: Key) -> int:
             return boundaries[key[0]] * self.rows[key[1]] // self.rows[0]
 
         costs = Costs(
-            load=[s.loaded * (link if j in resting else reads) for j, s in enumerate(shards)],
             forward=forward,
             backward=[a + b for a, b in zip(forward, kept, strict=True)],
             kept_backward=kept,
-            drain=[nbytes * (link if j in resting else writes) for j, nbytes in enumerate(gradients)],
-            waiting_drain=() if on_host else [nbytes * link for nbytes in gradients],
-            update=[in_memory[j] if j in resting else n / rates.update_bytes for j, n in enumerate(gradients)],
-            resting_update=in_memory,
-            boundary=[share * nbytes * writes for nbytes in boundaries],
-            updates_fill_slots=on_host and not self.casts,
-            updated_at_step=frozenset(resting),
+            load=max(1 / rates.read_bytes, link),
+            load_from_memory=link,
+            drain=max(1 / rates.write_bytes, link),
+            drain_to_memory=link,
+            update=1 / rates.update_bytes,
+            update_in_memory=1 / rates.memory_update_bytes,
+            resting_update=1 / rates.memory_update_bytes,
+            boundary=max(1 / rates.write_bytes, link),
         )
         buffers = 0
         if self.states and on_host:
@@ -140,6 +134,7 @@ class Situation:
             shards=count,
             first=first,
             costs=costs,
+            updates=Updates(pending=frozenset(range(first, count))),
             gradient_bytes=gradients,
             rows=self.rows,
             boundaries=size,
@@ -151,7 +146,6 @@ class Situation:
             own_slots=self.apart,
             loaded_bytes=[s.loaded for s in shards],
             buffer_bytes=buffers,
-            updates=Updates(pending=frozenset(range(first, count)), updates=False, clips=False),
             resting_bytes={
                 j: s.home + math.ceil(self.states * s.own_gradients)
                 for j, s in enumerate(shards)
@@ -160,6 +154,8 @@ class Situation:
             gradients_wait=True,
             host_bytes=None if self.host_bytes is None else self.host_bytes - sum(resting.values()),
             in_host=frozenset(resting),
+            updated_at_step=frozenset(resting),
+            updates_fill_slots=on_host and not self.casts,
         )
 
     def at(self, limit_bytes: int) -> Prediction | None:
@@ -172,14 +168,7 @@ class Situation:
 
     def least_bytes(self) -> int:
         """The least limit for which a plan is found. Buffers grow with it, so it is approached from below."""
-        limit = least_limit(self._needed, self._needed(UNLIMITED) - self.step_model(UNLIMITED).buffer_bytes)
-        for _ in range(REFINEMENTS):  # spilling every boundary is not always the least
-            less = self.at(limit - 1)
-            # What it takes may be too little as a limit, of which buffers get a share.
-            if less is None or self.at(less.memory_bytes) is None:
-                break
-            limit = less.memory_bytes
-        return limit
+        return least_limit(self._needed, 1)
 
     def _needed(self, limit_bytes: int) -> int:
         try:
@@ -189,14 +178,6 @@ class Situation:
         except ValueError:  # the smallest buffers are more than their share
             return limit_bytes + limit_bytes // BUFFERS_SHARE + 1
         return 0
-
-
-def advise(situation: Situation, limit_bytes: int) -> dict[str, tuple[int, Prediction | None]]:
-    """Plans of the given limit, of the least possible, of the double, and of as much as is of use, with the limits."""
-    least, most = situation.least_bytes(), situation.at(UNLIMITED)
-    assert most is not None
-    limits = {"given": limit_bytes, "least": least, "double": 2 * limit_bytes, "all": max(least, most.memory_bytes)}
-    return {name: (limit, situation.at(limit)) for name, limit in limits.items()}
 
 
 def bound_of(prediction: Prediction) -> str:

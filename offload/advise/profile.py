@@ -1,4 +1,4 @@
-"""Runs a model on the meta device: counts what each of its blocks computes, touches and saves for backward.
+"""Finds the shards of a model, and what they compute, touch and save for backward, by running it on the meta device.
 
 Tensors on the meta device have shapes and no memory. The tensors that autograd saves are those that it would save in a
 real step, so bytes are exact. Fused attention is that of the CPU, which torch does not choose on the meta device.
@@ -6,8 +6,11 @@ real step, so bytes are exact. Fused attention is that of the CPU, which torch d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +19,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from offload.advise.sources import Source, failing
+from offload.arguments import layer_bytes
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.observed import Recorder
 from offload.planning.memory_profile import SavedTensor
+from offload.planning.partition import cut_within
 from pipe.nested import map_tensors, tensors_in
 from pipe.torch_private.data import pytree
 from pipe.torch_private.dispatch import OperationMode
 
-__all__ = ["Work", "profile"]
+__all__ = ["Work", "works_of"]
 
 _aten = torch.ops.aten
 #: Operations for each element of the query and each key, and the position of the query among the arguments.
@@ -52,7 +58,54 @@ class Work:
     kept: Sequence[SavedTensor] = ()
 
 
-def profile(blocks: Sequence[nn.Module], call: Callable[[], Any]) -> dict[nn.Module, Work]:
+def works_of(
+    source: Source,
+    limit_bytes: int | None,
+    rows: int,
+    shape: Sequence[int],
+    *,
+    is_given: bool = False,
+    param_dtype: torch.dtype | None = None,
+) -> Mapping[nn.Module, Work]:
+    """The shards that a model makes of its blocks within a limit, in the order of their calls, with their work.
+
+    Args:
+        rows, shape: of a micro-batch, and of one row: of the input if it ``is_given``, else of tokens.
+        param_dtype: in which layers compute, if not in that of the parameters.
+
+    Adds to the assumptions of ``source``. Raises ValueError for a model that does not run on such an input.
+    """
+    blocks = list(source.blocks.values())
+    shards, model = blocks, source.model
+    if source.merges:  # small neighbours share a shard
+        ends = [0, *itertools.accumulate(cut_within(layer_bytes(blocks, param_dtype), limit_bytes))]
+        shards = [nn.Sequential(*blocks[a:b]) for a, b in itertools.pairwise(ends)]
+        model = nn.Sequential(*shards)
+    stored = {p: p.dtype for p in model.parameters()}
+    if param_dtype is not None:
+        model.to(param_dtype)
+    value = _input(shards[0], [rows, *shape], is_given=is_given)
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    kwargs: dict[str, Any] = {"use_cache": False} if takes_cache else {}
+    source.assumptions.append(f"the input is {str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}")
+    with failing(f"--input: the model does not run where {source.assumptions[-1]}, which --input or --positions say"):
+        works = _profiles(shards, partial(model, value, **kwargs))
+    for p, dtype in stored.items():
+        p.data = p.data.to(dtype)
+    # A block that is not called is stored all the same.
+    return works | {shard: Work() for shard in shards if shard not in works}
+
+
+def _input(begin: nn.Module, shape: Sequence[int], *, is_given: bool) -> Tensor:
+    """Numbers of rows if the first shard begins with a table, else as many values as its first matrix or norm takes."""
+    first = next(module for module in begin.modules() if any(p is not None for p in module._parameters.values()))
+    if isinstance(first, (nn.Embedding, nn.EmbeddingBag)):
+        return torch.zeros(*shape, dtype=torch.long, device="meta")
+    weight = next(first.parameters())
+    return torch.empty(*shape, *([] if is_given else weight.shape[-1:]), dtype=weight.dtype, device="meta")
+
+
+def _profiles(blocks: Sequence[nn.Module], call: Callable[[], Any]) -> dict[nn.Module, Work]:
     """The work of each block in the order in which ``call`` calls them, on the meta device.
 
     A value that is read is taken to be true: models compare their inputs to find what is unusual. A block that is

@@ -258,7 +258,7 @@ class OffloadEmbeddingBag(nn.Module):
         values = batch.values
         if self._owners is not None and batch.asked is not None:
             values = self._owners.fetch(batch.asked, values)
-        take = partial(self._take_gradient, batch.rows, batch.used, batch.asked)
+        take = partial(self._take_gradient, batch)
         table: Tensor = _Lookup.apply(self.weight, values, take)  # type: ignore[no-untyped-call]
         return F.embedding_bag(
             batch.positions,
@@ -318,15 +318,13 @@ class OffloadEmbeddingBag(nn.Module):
             self._rows_refreshed += len(stale)
             batch.values.index_copy_(0, stale.to(self.device), fresh.to(self.device, non_blocking=True))
 
-    def _take_gradient(
-        self, rows: Tensor, used: int, asked: AskedRows | None, gradient: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _take_gradient(self, batch: Rows, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of the stored table that get a gradient of the looked up values, sorted and distinct; and these."""
-        values = gradient[:used].to("cpu")
-        if self._owners is not None and asked is not None:
-            values = self._owners.sum_gradients(asked, values)
+        rows, values = batch.rows, gradient[: batch.used].to("cpu")
+        if self._owners is not None and batch.asked is not None:
+            values = self._owners.sum_gradients(batch.asked, values)
         else:
-            rows = rows[:used]
+            rows = rows[: batch.used]
         # An update may follow at any time.
         self._unapplied.append((self.weight._version, rows))
         for request in list(self._outstanding):

@@ -31,7 +31,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.mesh.notices import Notices
 from offload.mesh.parts import Part
-from offload.storage.contract import bytes_of
 from pipe.torch_private.distributed import timeout_of
 
 if TYPE_CHECKING:
@@ -194,13 +193,8 @@ class RowOwners:
         received = torch.empty(sum(from_each), sent.shape[1], dtype=sent.dtype)
         row = sent.shape[1] * sent.element_size()
         with self._naming_ranks(what):
-            dist.all_to_all_single(
-                bytes_of(received),
-                bytes_of(sent),
-                [row * rows for rows in from_each],
-                [row * rows for rows in to_each],
-                group=self._rows,
-            )
+            into, of = received.view(torch.uint8), sent.view(torch.uint8)
+            dist.all_to_all_single(into, of, from_each, to_each, group=self._rows)
         self.bytes_received += row * (len(received) - from_each[self.rank])
         return received
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,8 +73,8 @@ class Backward:
         self._visited: Visit | None = None
         self._visited_slot: Tensor | None = None
         self._visited_views: Sequence[Tensor] = []
-        #: Gradients that belong to their parameters again when the backward ends.
-        self._leaving: dict[nn.Parameter, Tensor] = {}
+        #: Parameters by identity, and gradients that belong to them again when the backward ends.
+        self._leaving: dict[int, tuple[nn.Parameter, Tensor]] = {}
         #: Whether shards are updated in the running backward.
         self.updates = False
 
@@ -221,19 +221,20 @@ class Backward:
 
         Without that, autograd would add a gradient of code outside of the blocks while a lane writes.
         """
-        parameters = [shard.owner_of(k)[1].parameter for k, g in enumerate(gradients) if g is not None]
-        for parameter in parameters:
-            self._give_back(parameter)
+        found = zip(shard.places, gradients, strict=True)
+        parameters = {id(s.parameter): s.parameter for (_, s), gradient in found if gradient is not None}
+        self._give_back(parameters.keys() & self._leaving.keys())
         self.streamer.gradient_offload.drain(shard, gradients)
         if self.updates:
             return
-        for parameter in parameters:
+        for key, parameter in parameters.items():
             if (gradient := parameter.grad) is not None:
-                self._leaving[parameter] = gradient
+                self._leaving[key] = parameter, gradient
                 parameter.grad = None
 
-    def _give_back(self, parameter: nn.Parameter) -> None:
-        if (gradient := self._leaving.pop(parameter, None)) is not None:
+    def _give_back(self, keys: Iterable[int]) -> None:
+        for key in list(keys):
+            parameter, gradient = self._leaving.pop(key)
             by_autograd = parameter.grad
             set_gradient(parameter, gradient)
             if by_autograd is not None:
@@ -315,8 +316,7 @@ class Backward:
                         set_gradient(s.parameter, gradient.to(types.of(s)))
 
     def _end(self) -> None:
-        for parameter in list(self._leaving):
-            self._give_back(parameter)
+        self._give_back(self._leaving)
         self._visited, self._visited_slot, self._visited_views = None, None, []
 
     def _failed(self, backward: weakref.ref[_Running]) -> None:

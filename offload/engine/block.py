@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from offload.engine.weights import Weights
-from offload.streaming.casts import Casts, CastsSeen
 from pipe.nested import map_tensors
 from pipe.recompute.replay import Layers, Modes
 
@@ -26,13 +25,11 @@ RUNS_NOTED = 2
 class Known:
     """What is known of a block in one combination of modes."""
 
-    __slots__ = ("draws", "inputs_seen", "modes", "runs", "spares_input")
+    __slots__ = ("draws", "modes", "runs")
 
     def __init__(self, modes: Modes) -> None:
         self.modes = modes
         self.runs = 0
-        #: Runs of which it was seen whether they write into their input; and whether none does.
-        self.inputs_seen, self.spares_input = 0, False
         #: Whether a run drew random numbers; None if there was none with a graph yet.
         self.draws: bool | None = None
 
@@ -63,8 +60,6 @@ class Block:
         #: Whether a run has written weights.
         self.writes = False
         self.inputs = region.inputs
-        #: Settings of autocast in which a run has made no cast of a weight.
-        self.without_casts: set[Any] = set()
         self._known: dict[Modes, Known] = {}
 
     def known(self) -> Known:
@@ -78,7 +73,7 @@ class Block:
     def protected(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Arguments of the user, or copies where the block may write into them in place."""
         # Tensors that are made in inference mode count no writes.
-        if torch.is_inference_mode_enabled() or not self.known().spares_input:
+        if torch.is_inference_mode_enabled() or self.inputs.copies(self.known().modes):
             return self.inputs.copy((args, kwargs))
         return args, kwargs
 
@@ -107,17 +102,6 @@ class Block:
             return value.clone() if in_slot else value
 
         return own(output) if isinstance(output, Tensor) else map_tensors(own, output)
-
-    def autocast(self) -> Any:
-        """The type to which autocast casts its weights now; False for none."""
-        kind = self.weights.shard.slot.device.type
-        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-
-    def casts_in(self, views: Sequence[Tensor], known: Casts | None = None) -> CastsSeen | None:
-        """A context in which casts of weights are found. It looks at each operation, until a run has made none."""
-        if not views or self.autocast() in self.without_casts:
-            return None
-        return CastsSeen(self.weights.shard.weight_casts if known is None else known, self.weights.shard.slot)
 
 
 def has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ Backward uses the last ones first, so the earliest are written; they are read ba
 
 Guarantees
     * With those that are being written, read or used, they take at most ``budget_bytes``, which leaves room for
-      :data:`~offload.planning.residency.MOVING` of them at least.
+      :data:`~offload.planning.step_model.MOVING` of them at least.
     * A tensor that several cells save is in memory once, and is freed with the graph of the last of them.
     * A tensor that was changed in place since it was saved raises RuntimeError.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offload.engine.layouts import bytes_of_boundary, take_apart
 from offload.planning.plan import Action, Kind
-from offload.planning.residency import MOVING, WRITES_IN_FLIGHT
+from offload.planning.step_model import MOVING, WRITES_IN_FLIGHT
 from offload.storage import Scratch
 from offload.streaming.lane import Arrival, CopyLane
 from offload.telemetry.statistics import Meter
@@ -56,15 +56,6 @@ class _Boundary:
         #: Of the write, and of the read that is under way.
         self.arrival: Arrival | None = None
         self.fetching: tuple[Arrival, list[Tensor]] | None = None
-
-
-class _Saved:
-    """What the graph of a cell holds of a boundary."""
-
-    __slots__ = ("boundary", "life")
-
-    def __init__(self, boundary: _Boundary, life: WhenFreed) -> None:
-        self.boundary, self.life = boundary, life
 
 
 class Boundaries:
@@ -118,7 +109,7 @@ class Boundaries:
             self._meter.hold(boundary.nbytes)
             self._hold(boundary)
         boundary.uses += 1
-        saved = _Saved(boundary, WhenFreed(partial(self._unused, boundary)))
+        saved = boundary, WhenFreed(partial(self._unused, boundary))  # the graph of the cell holds both
         while self._held_bytes > self._budget - MOVING * self._largest and self._write_earliest():
             pass
         return saved
@@ -179,9 +170,8 @@ class Boundaries:
         if boundary.uses:
             self._away[boundary.order] = boundary
 
-    def _load(self, saved: Any) -> Tensor:
-        assert isinstance(saved, _Saved)
-        boundary = saved.boundary
+    def _load(self, saved: tuple[_Boundary, WhenFreed]) -> Tensor:
+        boundary, _ = saved
         while self._writing:
             self._end_write(self._writing[0])
         if boundary.tensor is None:
@@ -223,9 +213,10 @@ class Boundaries:
 
     def _fetch_before(self, order: int) -> None:
         """Begins to read what backward uses next, unless that is in memory."""
-        before = max((each for each in (*self._away, *self._held) if each < order), default=None)
-        if before is not None and (boundary := self._away.get(before)) is not None:
-            self._fetch(boundary)
+        if self._away:
+            before = max((each for each in (*self._away, *self._held) if each < order), default=None)
+            if before in self._away:
+                self._fetch(self._away[before])
 
     def _done(self, kind: Kind, cell: Cell) -> str:
         """Notes that a boundary leaves memory or returns, once for all tensors that enter a cell."""

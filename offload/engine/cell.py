@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.engine.block import RUNS_NOTED, Block, Known
-from offload.engine.saved_weights import REFERENCES, Reference, SavedWeights
+from offload.engine.saved_weights import REFERENCES, Reference, SavedWeights, keep_casts
 from offload.engine.selected import Selected
 from offload.engine.visit import Visit, enter
-from offload.streaming.casts import Casts, CastsSeen
-from pipe.nested import map_distinct, tensors_in
+from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.recomputed import Call, unchanged
 from pipe.recompute.replay import Replay
 from pipe.recompute.thread_state import lasting_hooks
@@ -47,8 +46,6 @@ class Watch:
     """
 
     saved: Callable[[Tensor], None] | None = None
-    #: With the casts of weights that a recomputed cell has made.
-    casts: Callable[[CastsSeen], None] | None = None
     #: With the bytes of results that a recomputed cell keeps.
     selected: Callable[[int], None] | None = None
     begins: Callable[[Visit], None] | None = None
@@ -97,8 +94,7 @@ class Cell:
     def _keep_by_reference(self, visit: Visit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         block, views, watched = self.block, self.views, self.block.region
         outer, name = lasting_hooks(), block.name
-        casts = block.casts_in(views)
-        weights = SavedWeights(visit, views[0], casts) if views else None
+        weights = SavedWeights(visit, views[0]) if views else None
         refer, resolve = (_same, _same) if weights is None else (weights.refer, weights.resolve)
         saved_by, begins, life = self.watch.saved, self.watch.begins, visit.life()
         changing = {buffer.data_ptr() for buffer in watched.changing()}
@@ -128,11 +124,14 @@ class Cell:
             tensor, version = saved
             return unchanged(tensor, version, name)
 
-        with saved_tensors_hooks(*uncompiled_hooks(pack, unpack)), casts or _NOTHING:
-            output = self._noted(self._call, enter(visit, views, self.token), args, kwargs)
-        if casts is not None and not casts.found:
-            block.without_casts.add(block.autocast())
-        return output
+        if weights is not None:
+            weights.running = [(view, view._version) for view in views]
+        try:
+            with saved_tensors_hooks(*uncompiled_hooks(pack, unpack)):
+                return self._noted(self._call, enter(visit, views, self.token), args, kwargs)
+        finally:
+            if weights is not None:
+                weights.running = ()  # hooks of the graph hold it
 
     def recompute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output with a graph that runs the block again when backward reaches it."""
@@ -142,19 +141,13 @@ class Cell:
         state = block.region.begin_in(known.modes)
         written = len(visit.written)
 
-        saved_by = watch.saved
-        casts = block.casts_in(views, Casts()) if saved_by is not None else None
-        if casts is not None and saved_by is not None:
-            saved_by = partial(_unless_cast, casts, saved_by)
-
-        selected = Selected(block.select) if block.select else None
         call_first = call_again = self._call
+        selected = Selected(block.select) if block.select else None
         if selected is not None:
-            call_first, call_again = selected.first(call_first), selected.again(call_again)
+            call_first, call_again = [partial(_within, each, self._call) for each in selected.contexts]
 
         def first(*args: Any, **kwargs: Any) -> Any:
-            with casts or _NOTHING:
-                return self._noted(call_first, enter(visit, views, self.token), args, kwargs)
+            return self._noted(call_first, enter(visit, views, self.token), args, kwargs)
 
         def again(*args: Any, _life: Any = life, **kwargs: Any) -> Any:
             views = visit.views(visit)
@@ -169,21 +162,19 @@ class Cell:
                     block.weights.shard.written = True  # an update in backward must not take them from there
 
         # A second run starts from what the first one was given, which that may write in place.
-        copied = not known.spares_input
-        places = SavedWeights(visit, views[0], None) if views else None
+        copied = block.inputs.copies(known.modes)
+        places = SavedWeights(visit, views[0]) if views else None
         recomputed = Call(
             block.name,
             again,
             state,
             references=None if places is None else (places.refer, places.resolve),
-            on_save=saved_by,
+            on_save=watch.saved,
             begins=None if begins is None else partial(begins, visit),
         )
         with saved_tensors_hooks(*watch.entering) if watch.entering is not None else _NOTHING:
-            recomputed.save_inputs(*(map_distinct(_copied, (args, kwargs)) if copied else (args, kwargs)))
+            recomputed.save_inputs(*(map_tensors(_copied, (args, kwargs)) if copied else (args, kwargs)))
         output = recomputed.first(first, args, kwargs)
-        if casts is not None and watch.casts is not None:
-            watch.casts(casts)
         if selected is not None and watch.selected is not None:
             watch.selected(selected.nbytes)
         if visit.wrote and not views:
@@ -207,19 +198,18 @@ class Cell:
 
     def _noted(self, call: Run, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A run of which it is noted what the block writes into its input and its weights."""
-        known = self._known
+        known, inputs = self._known, self.block.inputs
         known.runs += 1
         if torch.is_inference_mode_enabled():
             return self._run(call, weights, args, kwargs)
-        tensors = [x for x in args if type(x) is Tensor] if known.spares_input else tensors_in((args, kwargs))
+        seen = not inputs.copies(known.modes)
+        tensors = [x for x in args if type(x) is Tensor] if seen else tensors_in((args, kwargs))
         before = _versions(tensors)
         output = self._run(call, weights, args, kwargs)
         if before != (now := _versions(tensors)):
-            known.spares_input = False
-            self.block.inputs.note(known.modes, tensors, [a != b for a, b in zip(before, now, strict=True)])
-        elif not known.spares_input:
-            known.inputs_seen += 1
-            known.spares_input = known.inputs_seen >= RUNS_NOTED and not self.block.inputs.writes(known.modes)
+            inputs.note(known.modes, tensors, [a != b for a, b in zip(before, now, strict=True)])
+        elif not seen:
+            inputs.note_none(known.modes)
         return output
 
     def _run(self, call: Run, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -272,8 +262,10 @@ class Cell:
         block.writes = True
         shard.check_stores(written)
         for k in written:
-            owner, s = shard.owner_of(k)
+            owner, s = shard.places[k]
             home = owner.home_view(s)
+            if visit is not None:
+                keep_casts(visit, k, home.to(self.views[k].device, self.views[k].dtype))
             if visit is not None and not block.keeps:  # the run may be undone
                 visit.written.append((k, home.clone()))
             home.copy_(self.views[k].detach())
@@ -281,11 +273,6 @@ class Cell:
         shard.loaded_versions = shard.versions()
         if visit is not None:
             visit.versions = shard.loaded_versions
-
-
-def _unless_cast(casts: CastsSeen, function: Callable[[Tensor], None], tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or casts.find(tensor) is None:
-        function(tensor)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -297,6 +284,11 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _within(context: contextlib.AbstractContextManager[None], call: Run, *args: Any, **kwargs: Any) -> Any:
+    with context:
+        return call(*args, **kwargs)
 
 
 def _same(value: Any) -> Any:

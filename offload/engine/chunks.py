@@ -19,7 +19,7 @@ from torch import Tensor
 from offload.engine.block import RUNS_NOTED
 from offload.engine.engine import Engine
 from offload.engine.own_attributes import OwnAttributes
-from offload.engine.suspend import BlockCall, Result, SuspendedForward
+from offload.engine.suspend import SuspendedForward
 from pipe.nested import tensors_in
 from pipe.torch_private.autograd import set_sequence_numbers
 
@@ -51,34 +51,30 @@ def run_chunks(
         return SuspendedForward(run, engine.device)
 
     try:
-        states: list[BlockCall | Result] = []
         for i, chunk in enumerate(chunks):
             forwards.append(suspended(chunk))
             with own.running(i, everywhere):
-                states.append(forwards[i].start())
-        first = [state for state in states if isinstance(state, BlockCall)]
-        if first:
-            engine.expect([tensors_in((call.args, call.kwargs)) for call in first])
+                forwards[i].start()
+        if first := [tensors_in((each.call.args, each.call.kwargs)) for each in forwards if each.call is not None]:
+            engine.expect(first)
         del first
-        while waiting := [i for i, state in enumerate(states) if isinstance(state, BlockCall)]:
-            number = min((engine.order_of(states[i].j), states[i].j) for i in waiting)[1]  # type: ignore[union-attr]
+        while waiting := {each.call.j for each in forwards if each.call is not None}:
+            number = min((engine.order_of(j), j) for j in waiting)[1]
             outputs = {}
-            for i in waiting:
-                call = states[i]
-                assert isinstance(call, BlockCall)
-                if call.j != number:
+            for i, each in enumerate(forwards):
+                call = each.call
+                if call is None or call.j != number:
                     continue
                 set_sequence_numbers(tensors_in((call.args, call.kwargs)), known[i])
                 with own.running(i, engine.numbered[number].region.modules):
                     outputs[i] = call.settings.run(engine.run_numbered, number, call.args, call.kwargs, i)
                 known[i].update(_nodes(outputs[i]))
-                states[i] = Result(None)  # frees the arguments
-                del call
+                call = each.call = None  # frees the arguments
             for i in list(outputs):
                 with own.running(i, everywhere if watches else outside):
-                    states[i] = forwards[i].resume(outputs.pop(i))
+                    forwards[i].resume(outputs.pop(i))
                 engine.sets_between = engine.sets_between or not attributes.isdisjoint(own.set_last)
-        results = [state.value for state in states if isinstance(state, Result)]
+        results = [each.output for each in forwards]
         for result, nodes in zip(results, known, strict=True):
             set_sequence_numbers(tensors_in(result), nodes)
         return results

@@ -17,7 +17,6 @@ After an exception in either pass no copy is running, and the model can be used 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import sys
@@ -85,8 +84,8 @@ class Engine:
 
     Args:
         homes: where the weights of the blocks rest, and what streams them.
-        calls: the own forwards of the blocks that the model calls by number, in order: each layer is one then. Else the
-            layers of a shard run together.
+        calls: the forwards of the layers, if each is a block that the model calls by its number; none for layers of
+            which those of a shard run together.
     """
 
     def __init__(self, homes: ModelHomes, calls: Sequence[Callable[..., Any]] = ()) -> None:
@@ -99,26 +98,23 @@ class Engine:
         self._weights = [Weights(shard, homes.device, homes.public) for shard in homes.shards]
         self._slots = Slots(homes.streamer)
         self.backward = self.backward_kind(homes, self._weights, self._slots)
-        parts = [[[layer] for layer in shard.layers] if calls else [shard.layers] for shard in homes.shards]
-        self.blocks = [
-            [
-                Block(
-                    self._weights[j],
-                    Layers(*layers, devices=[homes.device], name=f"shard {j}"),
-                    f"shard {j}",
-                    place=(k, len(several)),
-                    select=homes.policy.keep,
-                )
-                for k, layers in enumerate(several)
-            ]
-            for j, several in enumerate(parts)
-        ]
-        #: Blocks by the number that the model calls them by.
-        self.numbered = [*itertools.chain(*self.blocks)] if calls else []
+        #: Of each shard.
+        self.blocks: list[list[Block]] = []
+        for j, weights in enumerate(self._weights):
+            several = [[layer] for layer in weights.shard.layers] if calls else [weights.shard.layers]
+            regions = [Layers(*layers, devices=[homes.device], name=f"shard {j}") for layers in several]
+            self.blocks.append(
+                [
+                    Block(weights, region, f"shard {j}", place=(k, len(several)), select=homes.policy.keep)
+                    for k, region in enumerate(regions)
+                ]
+            )
+        #: By the number that the model calls them by.
+        self.numbered = [block for several in self.blocks for block in several]
         self._calls = calls
         self._local = threading.local()
         #: The shards that the last forward used, in order, with gradients and without.
-        self._orders: dict[bool, Sequence[int]] = dict.fromkeys((True, False), range(len(self.blocks)))
+        self._orders: dict[bool, Sequence[int]] = dict.fromkeys((True, False), range(len(homes.shards)))
 
     backward_kind: type[Backward] = Backward
     #: Whether ranks of a mesh run the same passes.
@@ -245,17 +241,14 @@ class Engine:
         call = getattr(self._local, "call", None)
         if call is not None:
             return call(number, args, kwargs)
-        if (this := self.backward.forward) is not None:
-            if not this.announced:
+
+        def run() -> Any:
+            if not self.backward.forward.announced:
                 self.expect([flatten((args, kwargs))[0]])
             return self.run_numbered(number, args, kwargs)
 
         # Outside of the model's forward: by other code, or again in backward by a checkpoint of the model itself.
-        def run() -> Any:
-            self.expect([flatten((args, kwargs))[0]])
-            return self.run_numbered(number, args, kwargs)
-
-        return self.forward(run)
+        return run() if self.backward.forward is not None else self.forward(run)
 
     def run_numbered(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], i: int = 0) -> Any:
         """Runs the block of this number within :meth:`forward`."""
@@ -345,7 +338,6 @@ class Engine:
         boundaries = this.boundaries
         cell.watch = Watch(
             None if recorder is None else recorder.add,
-            None if recorder is None else recorder.add_casts,
             partial(step.record_selected, place) if graph and self._homes.policy.keep else None,
             partial(self._begin_cell, step, None if keeps else boundaries, place),
             None if boundaries is None or not graph or not (shard.index or k) else boundaries.hooks((shard.index, i)),

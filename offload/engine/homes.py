@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.plans.outside import LeafBytes, outside_bytes
-from offload.engine.plans.regroup import looks_across_rows
-from offload.engine.plans.row_units import RowUnits
+from offload.engine.plans.rows import RowUnits, looks_across_rows
 from offload.engine.plans.steps import Steps
 from offload.engine.references import References
 from offload.engine.structure import Structure
@@ -37,7 +36,7 @@ from offload.streaming.layer_homes import make_shards
 from offload.streaming.materialize import Values, move_buffers
 from offload.streaming.moves import move_homes
 from offload.streaming.resident import resident_shard
-from offload.streaming.shard import Shard, regions_of
+from offload.streaming.shard import Shard, round_gradients
 from offload.streaming.streamer import Streamer
 from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.memory_report import MemoryReport
@@ -75,6 +74,8 @@ class ModelHomes:
     structure: Structure | None = None
     #: Whether the model was closed.
     closed = False
+    #: The references of the engine to the parameters, once it is there.
+    references: References
     #: Names of the blocks that the model's own forward calls; none for layers that are called in order.
     blocks: Sequence[str] = ()
     #: The parameters outside of the blocks.
@@ -108,11 +109,11 @@ class ModelHomes:
             meter.hold(self.resident.home.nbytes)
         named = list(layers.items())
         if sharding is None:
-            self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident, form)
+            self.shards = make_shards(named, cuts, tier, param_dtype, values, self.resident, form)
         else:
-            self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values, self.resident)
+            self.shards = sharding.make_shards(named, cuts, tier, param_dtype, values, self.resident)
         if gradient_dtype is not None:
-            self.layer_homes.round_gradients(self.shards, gradient_dtype, accumulates=accumulates)
+            round_gradients(self.shards, gradient_dtype, accumulates=accumulates)
         move_buffers(layers.values(), device)
         #: Names of the quantised parameters.
         self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
@@ -127,6 +128,8 @@ class ModelHomes:
         if sharding is not None:
             self.streamer.gradient_offload = sharding.gradient_offload(self.shards, lane=lanes.drain, **given)
         self.device, self.meter = device, meter
+        #: The type of floating-point parameters in slots; None: that in storage.
+        self.param_dtype = param_dtype
         #: Storage of the homes, and what copies.
         self.tier, self.lanes = tier, lanes
         #: Where shards rest that are not at home: in host memory, or on a device that has memory of its own.
@@ -149,7 +152,7 @@ class ModelHomes:
             apart=layers_apart,
         )
         lenders = [] if self.resident is None else [self.resident]
-        self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views, lenders)
+        self.assigned_data = AssignedData(self.shards, lenders)
         #: The parameters that users see; with a mesh, layers hold them from now on.
         self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
         self.row_units = RowUnits()
@@ -162,12 +165,11 @@ class ModelHomes:
         self._frozen_weights = 0
         self._engine: Any = lambda: None
         self._backward: Any = lambda: None
-        self.references = References(self.shards)
 
     def run_by(self, engine: Any) -> None:
         """Notes the engine that runs the blocks, and counts the references to parameters."""
-        self._engine, self._backward = weakref.ref(engine), weakref.ref(engine.backward)  # they refer to this object
-        this = weakref.ref(engine)
+        self._engine = this = weakref.ref(engine)  # it refers to this object
+        self._backward = weakref.ref(engine.backward)
 
         def in_pass() -> bool:
             engine = this()
@@ -180,8 +182,7 @@ class ModelHomes:
                 engine.clean_up()
 
         self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
-        stored = [s.parameter for layer in self.layer_homes.places for s in layer]
-        self.references = References(self.shards, [*stored, *engine.held()])
+        self.references = References(self.shards, engine.held())
 
     @property
     def busy(self) -> bool:
@@ -225,7 +226,7 @@ class ModelHomes:
             self.outside,
             self.resident,
             self.shards,
-            dtype=self.layer_homes.dtype,
+            dtype=self.param_dtype,
             made=self.leaf_gradients,
             states=self.streamer.gradient_offload.optimizers.resident_state_bytes(),
         )
@@ -382,7 +383,7 @@ class ModelHomes:
         engine = self._engine()
         draws = engine is None or engine.draws
         layers = [layer for shard in self.shards for layer in shard.layers]
-        if (draws and not planner.may_draw_otherwise) or looks_across_rows(layers):
+        if (draws and not self.policy.join_chunks) or looks_across_rows(layers):
             return 1
         count: int = planner.microbatches(rows, rows if units is None else units)
         return count
@@ -397,5 +398,5 @@ class ModelHomes:
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""
         blocks = (block for shard in self.shards for block in (shard.home, shard.lower))
-        homes = [block for block in blocks if block is not None]
-        return sum(block.nbytes for block in (*homes, *(region.block for region in regions_of(self.shards))))
+        regions = (region.block for shard in self.shards for region in shard.gradient_regions)
+        return sum(block.nbytes for block in (*blocks, *regions) if block is not None)

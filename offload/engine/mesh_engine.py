@@ -238,7 +238,7 @@ class MeshEngine(Engine):
         with self._public.in_layers():
             training = torch.is_grad_enabled()
             assert self.backward.forward is not None
-            self.backward.forward.order.guesses = bool(self.numbered) and training not in self._ran
+            self.backward.forward.order.guesses = self._homes.layers_apart and training not in self._ran
             words = self.backward.words_of(self._orders[training])
             self._public.begin_forward(" ".join(["with-gradients" if training else "without-gradients", *words]))
             result = run()

@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
-from offload.engine.plans.row_units import largest_rows, rounded_up
+from offload.engine.plans.rows import largest_rows, rounded_up
+from offload.engine.saved_weights import origin_of_cast
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.plan import Action, Kind, Plan
-from offload.streaming.casts import CastsSeen
 from offload.streaming.shard import Shard
 from pipe.nested import tensors_in
 
@@ -66,22 +66,11 @@ class Recorder:
         flows = tensor.numel() * tensor.element_size() if tensor.is_floating_point() or tensor.is_complex() else 0
         self._saved.append((key, flows))
 
-    def add_casts(self, seen: CastsSeen) -> None:
-        """Called with the casts of weights on a slot, which are not among the saved tensors."""
-        self.cast_bytes += seen.nbytes([weight - self._range.start for weight in self._weights])
-
     def _is_cast(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a weight in another type: it does not grow with rows."""
-        node = tensor.grad_fn
-        while node is not None and len(node.next_functions) == 1:
-            node = node.next_functions[0][0]
+        """Whether a tensor is a trained weight in another type: it does not grow with rows."""
+        node, _ = origin_of_cast(tensor)
         weight = getattr(node, "variable", None)
-        return (
-            weight is not None
-            and weight.data_ptr() in self._weights
-            and weight.dtype != tensor.dtype
-            and weight.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
-        )
+        return hasattr(node, "visit") or (weight is not None and weight.data_ptr() in self._weights)
 
     def saved_tensors(self, elsewhere: Sequence[Tensor]) -> list[SavedTensor]:
         """The saved tensors in the order of backward; those ``elsewhere`` are not freed by it."""
@@ -303,7 +292,6 @@ class ObservedStep:
             frozenset(self.resident),
             frozenset(self.pending),
             in_memory=streamer.in_place(),
-            grows=self._steps.boundaries_grow,
         )
 
     def _drained_where_they_rest(self) -> None:

@@ -42,27 +42,23 @@ class References:
         self._ours.update(held)
         self._ours.update(list(self._ours))  # the references of the counter itself
 
-    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
+    def held_elsewhere(self, known: Counter[nn.Parameter]) -> bool:
         """Whether code outside of the engine holds parameters, their gradients or memory of their homes.
 
-        ``known``: the parameters to check, and how often optimizers and graphs of the model hold each. ``views``:
-        number of tensors of optimizers on the home of each shard, by its index.
+        ``known``: the parameters to check, and how often optimizers and graphs of the model hold each.
         """
         for parameter, held in known.items():
-            if parameter not in self._ours:
+            ours = self._ours.get(parameter)
+            if ours is None:
                 continue  # it stays on the compute device, where updates are never pending
-            ours = self._ours[parameter] + held + 1  # ``known`` itself
+            ours += held + 1  # ``known`` itself
             ours += BY_GRAPHS if native_uses(parameter) > 1 else 0
             if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
                 return True
             gradient = parameter.grad
             if gradient is not None and sys.getrefcount(gradient) != _UNHELD_GRADIENT:
                 return True
-        return any(
-            shard.count_home_owners() != shard.home_uses + views[shard.index]
-            for shard in self._shards
-            if shard.home is not None and shard.index in views
-        )
+        return any(shard.home is not None and shard.count_home_owners() != shard.home_uses for shard in self._shards)
 
 
 def _unheld() -> int:

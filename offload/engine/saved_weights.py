@@ -1,12 +1,12 @@
 """What a graph saves in place of weights on a slot: their place there, which is looked up in the slot of the backward.
 
-Tensors of a subclass that consist of views of the slot are taken apart. Casts of weights are made again when they are
-used (:mod:`offload.streaming.casts`).
+Tensors of a subclass that consist of views of the slot are taken apart. A cast of a weight that trains, as autocast
+makes it, is made again when it is used: a graph does not hold a second copy of the weights in another type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.visit import Visit
-from offload.streaming.casts import Cast, CastsSeen
 from pipe.torch_private.dispatch import is_traceable_wrapper_subclass
 from pipe.torch_private.tensors import negative_view
 
-__all__ = ["REFERENCES", "Reference", "SavedWeights"]
+__all__ = ["REFERENCES", "Reference", "SavedWeights", "keep_casts", "origin_of_cast"]
 
 #: Without a call of Python, no tensors of subclasses.
 _PLAIN = Tensor, nn.Parameter
 
 
+@dataclass(slots=True)
+class _Cast:
+    """A weight in another type: its position in :attr:`.Shard.slices`."""
+
+    position: int
+    dtype: torch.dtype
+    #: The cast itself, of a weight that was written afterwards.
+    tensor: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A view of the slot that holds a shard, or of a cast of a part of it."""
+    """A view of the slot that holds a shard, or of a cast of a weight there."""
 
-    cast: Cast | None
+    cast: _Cast | None
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -63,14 +72,15 @@ class SavedWeights:
     Methods of an object that holds neither the slot nor itself: such a cycle would hold a graph until it is collected.
 
     Args:
-        views: one of those of the slot.
-        casts: what finds casts of such views; None: they are saved as they are.
+        view: one of those of the slot.
     """
 
-    __slots__ = ("_begin", "_casts", "_end", "_visit")
+    __slots__ = ("_begin", "_end", "_visit", "running")
 
-    def __init__(self, visit: Visit, view: Tensor, casts: CastsSeen | None) -> None:
-        self._visit, self._casts = visit, casts
+    def __init__(self, visit: Visit, view: Tensor) -> None:
+        self._visit = visit
+        #: While a cell runs that keeps its graph: the views of the slot, and their versions before.
+        self.running: Sequence[tuple[Tensor, int]] = ()
         storage = view.untyped_storage()
         self._begin = storage.data_ptr()
         self._end = self._begin + storage.nbytes()
@@ -81,9 +91,11 @@ class SavedWeights:
             return _in_parts(tensor, self.refer)
         if tensor.layout is not torch.strided:
             return tensor
-        cast = None if self._casts is None else self._casts.find(tensor)
-        if cast is None and not self._begin <= tensor.data_ptr() < self._end:
-            return tensor
+        cast = None
+        if not self._begin <= tensor.data_ptr() < self._end:
+            cast = self._cast(tensor) if self.running else None
+            if cast is None:
+                return tensor
         signs = tensor.is_conj(), tensor.is_neg()
         return Reference(cast, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), *signs)
 
@@ -98,7 +110,7 @@ class SavedWeights:
         # A shard may have moved into memory since the forward.
         weights = shard.slot if visit.views(visit) or shard.home is None else shard.home.tensor
         if saved.cast is not None:
-            weights = saved.cast.recompute(weights)
+            weights = self._made_again(saved.cast, weights)
         memory = torch.empty(0, dtype=saved.dtype, device=weights.device)
         begin = weights.storage_offset() // memory.element_size()
         memory.set_(weights.untyped_storage(), begin + saved.offset, saved.size, saved.stride)
@@ -107,6 +119,39 @@ class SavedWeights:
         if saved.conjugate:
             memory = memory.conj()
         return negative_view(memory) if saved.negative else memory
+
+    def _cast(self, tensor: Tensor) -> _Cast | None:
+        """The cast of a trained weight that a tensor is, or is a view of; None if it was written, or the weight."""
+        node, output = origin_of_cast(tensor)
+        if getattr(node, "visit", None) is not self._visit or tensor._version:
+            return None
+        k = self._visit.positions[output]
+        (view, version), base = self.running[k], tensor if tensor._base is None else tensor._base
+        alike = base.dtype != view.dtype and base.device == view.device and base.stride() == view.stride()
+        if view._version != version or not alike:
+            return None
+        self._visit.casts.append(found := _Cast(k, base.dtype))
+        return found
+
+    def _made_again(self, cast: _Cast, weights: Tensor) -> Tensor:
+        if cast.tensor is not None:
+            return cast.tensor
+        s = self._visit.weights.shard.slices[cast.position]
+        with torch.no_grad():
+            return s.view(weights).to(cast.dtype)
+
+
+def keep_casts(visit: Visit, position: int, weight: Tensor) -> None:
+    """Called with the earlier value of a weight that a cell has written: the casts of it so far are kept."""
+    for cast in visit.casts:
+        if cast.position == position and cast.tensor is None:
+            cast.tensor = weight.to(cast.dtype)
+
+
+def origin_of_cast(tensor: Tensor) -> tuple[Any, int]:
+    """The node and the number of its output of which a tensor is a cast, or a view of a cast; node None: it is none."""
+    node = (tensor if tensor._base is None else tensor._base).grad_fn
+    return node.next_functions[0] if node is not None and node.name() == "ToCopyBackward0" else (None, 0)
 
 
 def _in_parts(tensor: Any, refer: Callable[[Tensor], Any]) -> Any:

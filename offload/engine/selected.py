@@ -8,8 +8,7 @@ Source: selective activation recomputation (Korthikanti et al., 2022), by torch'
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -32,27 +31,19 @@ ATTENTION = frozenset(
 class Selected:
     """The results of ``operations`` that one cell keeps: of ``"attention"``, or overloads such as ``aten.mm.default``.
 
-    Both runs of the cell call what :meth:`first` and :meth:`again` return in place of its function.
+    The first run of the cell is within the first one of :attr:`contexts`, each further one within the second.
     """
 
     def __init__(self, operations: str | Collection[Any]) -> None:
         self._operations = operations
         #: The storages of the results, with their bytes.
         self._kept: dict[StorageWeakRef, int] = {}
-        self._contexts = create_selective_checkpoint_contexts(self._policy)
+        self.contexts = create_selective_checkpoint_contexts(self._policy)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the results."""
         return sum(self._kept.values())
-
-    def first(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function whose results are kept."""
-        return _within(self._contexts[0], function)
-
-    def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that takes the results which were kept."""
-        return _within(self._contexts[1], function)
 
     def _policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if self._operations == "attention":
@@ -75,11 +66,3 @@ def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
             given = args[k] if k < len(args) else argument.default_value
             return bool(kwargs.get("dropout_p", given) != 0)
     return True
-
-
-def _within(context: contextlib.AbstractContextManager[None], function: Callable[..., Any]) -> Callable[..., Any]:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return function(*args, **kwargs)
-
-    return called

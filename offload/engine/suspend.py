@@ -21,7 +21,7 @@ import torch
 from pipe.recompute.thread_state import ThreadState
 from pipe.stream import current_stream, use_device, use_stream
 
-__all__ = ["BlockCall", "Result", "SuspendedForward"]
+__all__ = ["BlockCall", "SuspendedForward"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +32,6 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     settings: ThreadState
-
-
-@dataclass(frozen=True, eq=False)
-class Result:
-    """The result of a forward that has ended."""
-
-    value: Any
 
 
 class _Cancelled(BaseException):
@@ -63,16 +56,20 @@ class SuspendedForward:
         # A daemon: a forward that is interrupted must not keep the interpreter alive.
         self._thread = threading.Thread(target=self._run, args=(forward,), name="offload-forward", daemon=True)
         self._ended = False
+        #: The call of a block at which it is suspended, and the output once it has ended.
+        self.call: BlockCall | None = None
+        self.output: Any = None
 
-    def start(self) -> BlockCall | Result:
+    def start(self) -> None:
         """Runs to the first call of a block, or to the end."""
         self._thread.start()
-        return self._wait()
+        self._wait()
 
-    def resume(self, output: Any) -> BlockCall | Result:
+    def resume(self, output: Any) -> None:
         """Runs on with the output of the block at which it is suspended."""
         self._answers.put((True, output))
-        return self._wait()
+        del output
+        self._wait()
 
     def cancel(self) -> None:
         """Ends the forward, if it has not ended, and waits for it. May be called again after an interrupt."""
@@ -83,31 +80,29 @@ class SuspendedForward:
         while self._thread.is_alive():
             self._thread.join(1.0)
 
-    def _wait(self) -> BlockCall | Result:
-        request = self._requests.get()
-        self._ended = not isinstance(request, BlockCall)
-        if isinstance(request, BaseException):
+    def _wait(self) -> None:
+        self.call, self.output, error = self._requests.get()
+        self._ended = self.call is None
+        if error is not None:
             try:
-                raise request
+                raise error
             finally:
-                del request  # a cycle with the traceback
-        found: BlockCall | Result = request
-        return found
+                del error  # a cycle with the traceback
 
     def _run(self, forward: Callable[[Callable[..., Any]], Any]) -> None:
         try:
             with use_device(self._device), use_stream(self._stream), self._settings.again():
-                result: Any = Result(self._context.run(forward, self._call))
+                ended: Any = None, self._context.run(forward, self._call), None
         except _Cancelled:
             return
         except BaseException as error:
-            result = error
-        self._requests.put(result)
+            ended = None, None, error
+        self._requests.put(ended)
         # Without this, the frame of an error's traceback refers to the error.
-        del result, forward
+        del ended, forward
 
     def _call(self, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self._requests.put(BlockCall(j, args, kwargs, ThreadState.capture([self._device.type])))
+        self._requests.put((BlockCall(j, args, kwargs, ThreadState.capture([self._device.type])), None, None))
         del args, kwargs
         resumed, output = self._answers.get()
         if not resumed:

@@ -47,7 +47,7 @@ class Visit:
     """
 
     __slots__ = (
-        "_owned", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses",
+        "_owned", "casts", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses",
         "versions", "views", "weights", "written", "wrote",
     )  # fmt: skip
 
@@ -74,6 +74,8 @@ class Visit:
         #: The number of a backward, and the gradients of its cells so far.
         self.number, self.sums = -1, list[Tensor | None]()
         self._owned: list[bool] = []
+        #: Casts of weights that kept graphs of its cells have saved.
+        self.casts: list[Any] = []
         #: Weights that blocks have written in this forward: their positions and earlier values.
         self.written: list[tuple[int, Tensor]] = []
         #: Whether a block has written parameters where they rest.
@@ -117,10 +119,12 @@ class Visit:
         return sums
 
     def restore_written(self, count: int, views: Sequence[Tensor]) -> None:
-        """Restores in the slot, and forgets, what was written after the first ``count`` writes."""
+        """Restores at home and in the slot, and forgets, what was written after the first ``count`` writes."""
         with torch.no_grad():
             for k, before in reversed(self.written[count:]):
-                views[k].copy_(before)
+                owner, s = self.weights.owners[k]
+                for place in (owner.home_view(s), views[k]):
+                    place.copy_(before)
         del self.written[count:]
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from offload.streaming.formed_weights import check_seal
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
+from offload.streaming.stored_values import check_seal
 
 __all__ = ["AssignedData"]
 
@@ -23,19 +23,16 @@ class AssignedData:
     """Tensors that other code assigns to the ``.data`` of parameters between passes.
 
     ``shards``: the list of those that compute, which may be replaced by others; ``lenders``: owners of parameters that
-    stay on the compute device. ``views``: the number of tensors of optimizers on the home of each shard, by its index.
+    stay on the compute device.
     """
 
-    def __init__(
-        self, shards: Sequence[Shard], views: Callable[[], Counter[int]], lenders: Sequence[Shard] = ()
-    ) -> None:
+    def __init__(self, shards: Sequence[Shard], lenders: Sequence[Shard] = ()) -> None:
         self._shards = shards
         self._lenders = lenders
         #: All shards, what they store, and where it was when no other data was assigned.
         self._owners: list[Shard] = []
         self._stored: list[Slice] = []
         self._addresses: list[int] = []
-        self._views = views
         #: Number of calls of :meth:`store`, and the last that found data for each parameter, by identity.
         self.stores = 0
         self._assigned_at: dict[int, int] = {}
@@ -77,7 +74,6 @@ class AssignedData:
         self._addresses = [s.parameter.data_ptr() for s in self._stored]
 
     def _refuse_held(self, assigned: Sequence[tuple[Shard, Slice]]) -> None:
-        uses = self._views()
         own = [s for shard in (*self._shards, *self._lenders) for s in shard.own]
         addresses = Counter(_memory(t.detach()) for s in own for t in (s.parameter, *s.aliases))
         for shard, s in assigned:
@@ -86,7 +82,7 @@ class AssignedData:
                 # Update lane -> host. The assignment followed the step. Without this, the step would be applied to the
                 # assigned values, and views that its jobs hold would count as those of other code.
                 shard.pending.start().synchronize()
-            known = 1 + uses[shard.index] + sum(addresses[memory] for memory in shard.home_storages())
+            known = 1 + sum(addresses[memory] for memory in shard.home_storages())
             if shard.count_home_owners() > known:
                 raise RuntimeError(
                     f"other data was assigned to parameter {s.name} of shard {shard.index} while a tensor on the "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from offload.mesh.public import PublicParameters
 from offload.streaming.quantised import refresh
 from offload.streaming.shard import Shard
-from offload.streaming.slot_pool import SlotPool
+from offload.streaming.streamer import SlotPool
 from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
 
@@ -38,7 +38,7 @@ class Weights:
         #: Positions of parts of quantised parameters, to which these refer themselves.
         self._parts = [k for k in self.streamed if shard.slices[k].part_of is not None]
         #: For each position, the shard that stores the parameter and its slice there; and the parameter.
-        self.owners = [shard.owner_of(k) for k in range(len(shard.slices))]
+        self.owners = shard.places
         self.parameters = shard.parameters
         #: The parameters that users see, which are the leaves of their graphs.
         self.leaves = self.parameters if public is None else public.for_autograd(self.parameters)

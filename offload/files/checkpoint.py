@@ -35,7 +35,7 @@ import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,6 @@ from offload.streaming.quantised import state_in_parts
 from offload.streaming.stored_values import StoredValues, deferring_values
 
 __all__ = ["INDEX", "Checkpoint", "generator_states", "load_checkpoint", "save_checkpoint"]
-
-T = TypeVar("T", bound="Tensor | StoredValues")
 
 NOT_COUNTED = -1  #: the steps of an optimizer that is not ours, in the file
 
@@ -176,8 +174,8 @@ def save_checkpoint(
         save.id = on_all(ranks, save.begin, first=True)[0]
         weight_map, parts = dict[str, str](), None
         if ranks is None:
-            weight_map = _write_files(save, f"model-{save.id}", _split(tensors, file_bytes), tied)
-            _write_files(save, "optimizer", _split(states, file_bytes), {})
+            weight_map = _write_files(save, f"model-{save.id}", tensors, tied, file_bytes)
+            _write_files(save, "optimizer", states, {}, file_bytes)
         else:
             again = {name: tensors[first] for name, first in tied.items()}
             parts, sums = write_parts(save.state, cast(dict[str, Tensor], tensors | again), states, names, ranks)
@@ -196,7 +194,7 @@ def save_checkpoint(
             save.write("state.pt", state.pack())
             if parts is not None:
                 save.write(PARTS, parts)
-            save.commit(weight_map, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+            save.commit(weight_map, sum(tensor.nbytes for tensor in tensors.values()))
 
         on_all(ranks, commit, first=True)
     except BaseException:
@@ -396,22 +394,18 @@ def _state_dict(folder: Path, saved: _State, files: Collection[TensorFile], opti
     return rest
 
 
-def _split(tensors: Mapping[str, T], file_bytes: int) -> list[dict[str, T]]:
-    """The tensors of each file."""
-    parts: list[dict[str, T]] = []
-    nbytes = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if not parts or nbytes + size > file_bytes:
-            parts.append({})
-            nbytes = 0
-        parts[-1][name] = tensor
-        nbytes += size
-    return parts
-
-
-def _write_files(save: Save, begin: str, parts: list[dict[str, T]], tied: Mapping[str, str]) -> dict[str, str]:
+def _write_files(
+    save: Save, begin: str, tensors: Mapping[str, Tensor | StoredValues], tied: Mapping[str, str], file_bytes: int
+) -> dict[str, str]:
     """Writes tensors to files of a save; returns the file of each."""
+    parts: list[dict[str, Tensor | StoredValues]] = []
+    left = 0
+    for name, tensor in tensors.items():
+        left -= tensor.nbytes
+        if not parts or left < 0:
+            parts.append({})
+            left = file_bytes - tensor.nbytes
+        parts[-1][name] = tensor
     places: dict[str, str] = {}
     for k, part in enumerate(parts, 1):
         name = f"{begin}-{k:05d}-of-{len(parts):05d}.safetensors"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.files.untrusted import open_regular, sum_of
+from offload.files.untrusted import sum_of
 from offload.mesh.ranks import Ranks
 from pipe.torch_private.distributed import metadata_types
 
@@ -100,17 +100,12 @@ def write_parts(
         written = save(tensors, storage_writer=FileSystemWriter(folder), process_group=ranks.everybody)
 
     def sums() -> dict[str, str]:
-        return {path.name: _sum_of(path) for path in folder.glob(f"__{get_rank(ranks.everybody)}_*.distcp")}
+        return {path.name: sum_of(path) for path in folder.glob(f"__{get_rank(ranks.everybody)}_*.distcp")}
 
     found = {name: sum for each in on_all(ranks, sums) for name, sum in each.items()}
     buffer = io.BytesIO()
     torch.save((names, Metadata(written.state_dict_metadata, storage_data=written.storage_data)), buffer)
     return buffer.getvalue(), found
-
-
-def _sum_of(path: Path) -> str:
-    with open(open_regular(path), "rb") as file:
-        return sum_of(file.fileno(), path)
 
 
 @contextlib.contextmanager

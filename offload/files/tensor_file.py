@@ -66,13 +66,7 @@ class ChecksumError(ValueError):
 
 def check_sum(path: Path, expected: str, fd: int | None = None) -> None:
     """Raises ChecksumError unless a file (open as ``fd``) has the size and checksum noted when it was written."""
-    opened = open_regular(path) if fd is None else fd
-    try:
-        found = sum_of(opened, path)
-    finally:
-        if fd is None:
-            os.close(opened)
-    if found != expected:
+    if (found := sum_of(path, fd)) != expected:
         raise ChecksumError(
             f"{path}: the bytes are not those that were written ({found}, expected {expected}), and none of them was "
             f"loaded. Restore the file from a copy, or load another checkpoint"

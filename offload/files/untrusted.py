@@ -89,12 +89,16 @@ def read_regular(path: Path) -> bytes:
         os.close(fd)
 
 
-def sum_of(fd: int, path: Path) -> str:
-    """Size and checksum of an open file; equal to :attr:`NewFile.sum` of what was written."""
-    size, value = 0, 0
-    with naming(path):
-        while part := os.pread(fd, WINDOW_BYTES, size):
-            size, value = size + len(part), zlib.crc32(part, value)
+def sum_of(path: Path, fd: int | None = None) -> str:
+    """Size and checksum of a file (open as ``fd``); equal to :attr:`NewFile.sum` of what was written."""
+    size, value, opened = 0, 0, open_regular(path) if fd is None else fd
+    try:
+        with naming(path):
+            while part := os.pread(opened, WINDOW_BYTES, size):
+                size, value = size + len(part), zlib.crc32(part, value)
+    finally:
+        if fd is None:
+            os.close(opened)
     return _sum(size, value)
 
 

@@ -149,17 +149,14 @@ class MeshGradientOffload(GradientOffload):
 
     def begin(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GradientOffload.begin`."""
+        self._sums.check_trained()
         updates = super().begin(*args, **kwargs)
-        try:
-            self._sums.check_trained()
-            if updates and self._sums.keeps:
-                raise RuntimeError(
-                    "update_in_backward uses the gradients of this backward, which keeps them on each rank, inside of "
-                    "the model's accumulate(); enter the optimizer's accumulate() as well"
-                )
-        except RuntimeError:
+        if updates and self._sums.keeps:
             self._end_backward(failed=True)
-            raise
+            raise RuntimeError(
+                "update_in_backward uses the gradients of this backward, which keeps them on each rank, inside of the "
+                "model's accumulate(); enter the optimizer's accumulate() as well"
+            )
         return updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
@@ -176,7 +173,7 @@ class MeshGradientOffload(GradientOffload):
                 )
         for k, part in enumerate(shard.parts):
             if (gradient := gradients[k]) is not None and isinstance(part, WholePart):
-                self.add_whole(shard.owner_of(k)[1].parameter, gradient.to(part.dtype))
+                self.add_whole(shard.places[k][1].parameter, gradient.to(part.dtype))
         positions = _trainable(shard)
         if not positions:
             return

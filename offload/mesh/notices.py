@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from pipe.torch_private.distributed import store_of_processes
 
-__all__ = ["Notices", "is_default"]
+__all__ = ["Notices"]
 
 #: How often a rank looks whether it is asked, and how long it may take to answer.
 LOOK_SECONDS, GRACE_SECONDS = 1.0, 5.0
@@ -51,29 +51,9 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:_LENGTH]}" if lines else type(error).__name__
 
 
-def is_default(store: weakref.ref[Any]) -> bool:
+def _is_default(store: weakref.ref[Any]) -> bool:
     """Whether the default process group, of this store, has not been destroyed."""
     return dist.is_initialized() and store_of_processes()[0] is store()
-
-
-class _Answers:
-    """The thread that answers, once a second from the first question on, until the process group is destroyed."""
-
-    def __init__(self, rank: int, store: Any, is_open: Callable[[], bool]) -> None:
-        self._key, self._store, self._is_open = _key("lives", rank), store, is_open
-        self.doing = "at its beginning"
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="offload-notices", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        with suppress(Exception):  # the store is gone, which a rank that asks tells
-            # Without the condition, it would complain that the process which holds the store has ended.
-            for number in itertools.takewhile(lambda _: self._is_open(), itertools.count()):
-                if self._store.check(["offload/asked"]):
-                    self._store.set(self._key, f"{number} {self.doing}")
-                if self.stop.wait(LOOK_SECONDS):
-                    return
 
 
 class Notices:
@@ -85,11 +65,15 @@ class Notices:
     #: By process and rank; threads may be ranks, too.
     _open: ClassVar[dict[tuple[int, int], Notices]] = {}
 
-    def __init__(self, rank: int, store: Any, is_open: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, rank: int, store: Any, is_open: Callable[[], bool]) -> None:
         self._rank, self._store = rank, store
         self._made_in = os.getpid()
         self._is_open = is_open
-        self._answers = _Answers(rank, store, is_open)
+        #: What this rank answers.
+        self._doing = "at its beginning"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="offload-notices", daemon=True)
+        self._thread.start()
         self._raised = False
         #: Why a collective of this rank failed, once one has.
         self.cause: str | None = None
@@ -103,14 +87,24 @@ class Notices:
         if found is None or not found._is_open():
             # Weakly, since a store may be the server, whose port the next process group needs.
             shared, connect = store_of_processes()
-            found = cls._open[key] = cls(rank, connect(), partial(is_default, weakref.ref(shared)))
+            found = cls._open[key] = cls(rank, connect(), partial(_is_default, weakref.ref(shared)))
         return found
+
+    def _answer(self) -> None:
+        """Answers once a second, from the first question on, until the process group is destroyed."""
+        with suppress(Exception):  # the store is gone, which a rank that asks tells
+            # Without the condition, it would complain that the process which holds the store has ended.
+            for number in itertools.takewhile(lambda _: self._is_open(), itertools.count()):
+                if self._store.check(["offload/asked"]):
+                    self._store.set(_key("lives", self._rank), f"{number} {self._doing}")
+                if self._stop.wait(LOOK_SECONDS):
+                    return
 
     # --- what this rank tells -------------------------------------------------------------------------------------
 
     def doing(self, what: str) -> None:
         """Sets what this rank answers when others ask what it is doing, and withdraws notices of earlier exceptions."""
-        self._answers.doing = what
+        self._doing = what
         if self._raised:
             self._raised = False
             with suppress(Exception):
@@ -132,10 +126,10 @@ class Notices:
             if self._find([rank for rank in range(dist.get_world_size()) if rank != self._rank]):
                 print(f"rank {self._rank} ends, since {self.cause}", file=sys.stderr)
             else:
-                self.raised(error, f"{self._answers.doing}, and its process ended")
-        self._answers.stop.set()
+                self.raised(error, f"{self._doing}, and its process ended")
+        self._stop.set()
         # Without this, the thread could be in the store while the interpreter is taken down.
-        self._answers.thread.join(timeout=LOOK_SECONDS)
+        self._thread.join(timeout=LOOK_SECONDS)
 
     # --- what it asks ---------------------------------------------------------------------------------------------
 
@@ -157,7 +151,7 @@ class Notices:
     def _find(self, others: Sequence[int]) -> str | None:
         """The :attr:`cause` among ``others``, also told to those who ask later; None if all live and none raised."""
         try:
-            self.cause = self._raised_by(others) or self._found_by(others) or self._silent(others)
+            self.cause = self._told_by(others) or self._silent(others)
         except Exception as gone:
             self.cause = (
                 f"the store of the process group does not answer, so the process that holds it (rank 0, or torchrun) "
@@ -172,20 +166,19 @@ class Notices:
         found = {rank: self._read("raised", rank) for rank in ranks}
         return "; ".join(f"rank {rank} {text}" for rank, text in found.items() if text)
 
-    def _found_by(self, ranks: Sequence[int]) -> str:
-        return next(filter(None, (self._read("found", rank) for rank in ranks)), "")
+    def _told_by(self, ranks: Sequence[int]) -> str:
+        return self._raised_by(ranks) or next(filter(None, (self._read("found", rank) for rank in ranks)), "")
 
     def _silent(self, others: Sequence[int]) -> str | None:
         """Names the ranks that do not answer. None if all do."""
         silent, answers = self._ask(others)
         # Those that ended meanwhile may have told why.
-        told = self._raised_by(others) or self._found_by(others)
-        if told:
+        if told := self._told_by(others):
             return told
         if silent:
             which = " and ".join(f"rank {rank}" for rank in silent)
             return f"no answer from {which} within {GRACE_SECONDS:g} s: killed, or not responding"
-        answers[self._rank] = self._answers.doing
+        answers[self._rank] = self._doing
         self._lives = "; ".join(f"rank {rank} is {answer}" for rank, answer in sorted(answers.items()))
         return None
 
@@ -198,7 +191,7 @@ class Notices:
             silent = [rank for rank in others if now[rank] == before[rank]]
             if not silent or time.monotonic() > end:
                 return silent, {rank: text.partition(" ")[2] for rank, text in now.items()}
-            self._answers.stop.wait(_ANSWER_SECONDS)
+            self._stop.wait(_ANSWER_SECONDS)
 
     def _read(self, kind: str, rank: int) -> str:
         key = _key(kind, rank)

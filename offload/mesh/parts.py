@@ -86,8 +86,7 @@ class Part:
 
     def stored_bytes(self, rank: int) -> int:
         """Bytes of the rows of ``rank``."""
-        begin, end = self.span(rank)
-        return (end - begin) * self.row_elements * self.dtype.itemsize
+        return self.stored_elements(rank) * self.dtype.itemsize
 
     def stored_elements(self, rank: int) -> int:
         """Elements of the rows of ``rank``."""

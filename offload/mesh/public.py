@@ -129,7 +129,7 @@ class PublicParameters:
         """The ``number`` of each rank, at a point that all of them reach: the begin of ``what``."""
         return [number]
 
-    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool | None:
+    def held_elsewhere(self, known: Counter[nn.Parameter]) -> bool | None:
         """Whether other code holds what users see; None: the engine's own references tell."""
         return None
 

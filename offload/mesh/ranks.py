@@ -37,12 +37,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -54,92 +51,14 @@ from offload.planning.partition import aligned
 from offload.storage.buffer import device_buffer
 from offload.streaming.lane import Arrival, ThreadCopyLane
 from pipe.stream import current_stream, record_stream
-from pipe.torch_private.distributed import store_of_processes, timeout_of
+from pipe.torch_private.distributed import timeout_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from offload.telemetry.statistics import Meter
 
-__all__ = ["CPU", "HOST", "Groups", "Kind", "Ranks", "Transport", "check_devices", "new_group", "transport_for"]
-
-
-# --- Process groups of models, which later models over the same ranks use again --------------------------------------
-#
-# A model needs groups of its own, since its collectives run beside those of other models and of the user. Torch gives
-# none back by itself: each keeps its connections and threads until ``destroy_process_group``, and a rank must not call
-# that while another still communicates. A model ends on each rank at another time, when it is closed or collected. So
-# its groups are kept, and the next model takes those that have come back on all their ranks, which these compare while
-# they make the model, all at the same time.
-
-
-class Kind(NamedTuple):
-    """What distinguishes process groups."""
-
-    members: tuple[int, ...]
-    backend: str
-    timeout: timedelta
-
-
-@dataclass(eq=False)
-class Group:
-    """A process group, with the number of its collectives that this rank has begun."""
-
-    kind: Kind
-    handle: Any
-    collectives: int = 0
-
-    def begin(self) -> Any:
-        """The process group, for one more collective."""
-        self.collectives += 1
-        return self.handle
-
-
-class Groups:
-    """Those of one rank that no model uses."""
-
-    def __init__(self) -> None:
-        #: Extended by a model after its last collective, in any thread.
-        self.free: list[Group] = []
-        #: In which the ranks of a mesh compare what is free.
-        self._meetings: dict[Kind, Any] = {}
-
-    @classmethod
-    def of_this_process(cls) -> Groups:
-        """Those of this process in the present default process group."""
-        return _pools.setdefault(store_of_processes()[0], {}).setdefault(dist.get_rank(), cls())
-
-    def take(self, kinds: Sequence[Kind], everybody: Sequence[int], timeout: timedelta) -> list[Group]:
-        """A group of each kind. Called by all ranks ``everybody``, among which are all members of the kinds.
-
-        One that has come back is taken if all of its members have it back after as many collectives: else a rank has
-        missed one, after an error, and the next would meet it.
-        """
-        meeting = Kind(tuple(everybody), "gloo", timeout)
-        if meeting not in self._meetings:
-            self._meetings[meeting] = new_group(meeting)
-        mine = [(group.handle.group_name, group.collectives) for group in [*self.free]]
-        answers: list[Any] = [None] * len(everybody)
-        dist.all_gather_object(answers, mine, group=self._meetings[meeting])
-        free = dict(zip(everybody, answers, strict=True))
-        taken = []
-        for kind in kinds:
-            everywhere = set.intersection(*(set(free[rank]) for rank in kind.members))
-            fitting = [g for g in self.free if g.kind == kind and (g.handle.group_name, g.collectives) in everywhere]
-            group = min(fitting, key=lambda group: group.handle.group_name, default=None)
-            if group is not None:
-                self.free.remove(group)
-            taken.append(group or Group(kind, new_group(kind)))
-        return taken
-
-
-#: By the store of a default process group, which ends with it, and by rank: threads may be ranks, too.
-_pools: weakref.WeakKeyDictionary[Any, dict[int, Groups]] = weakref.WeakKeyDictionary()
-
-
-def new_group(kind: Kind) -> Any:
-    """Makes a process group. Called by its members."""
-    return dist.new_group([*kind.members], backend=kind.backend, timeout=kind.timeout, use_local_synchronization=True)
+__all__ = ["CPU", "HOST", "Ranks", "Transport", "check_devices", "transport_for"]
 
 
 # --- Where ranks exchange parameters and gradients: in host memory by gloo, or in the memory of their GPUs by nccl ---
@@ -229,11 +148,9 @@ class CollectiveLane(ThreadCopyLane):
 
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__("ranks", device)
-        #: Number of jobs, of those that have ended, and the token of the first that failed.
-        self.submitted = self._ended = 0
+        #: Number of jobs, and the token of the first that failed.
+        self.submitted = 0
         self.failed: str | None = None
-        #: Called after the last job, if none failed.
-        self.at_end: Callable[[], None] = _nothing
 
     def check(self) -> None:
         """Raises RuntimeError after a failure."""
@@ -257,24 +174,8 @@ class CollectiveLane(ThreadCopyLane):
             except BaseException:
                 self.failed = token
                 raise
-            finally:
-                self._ended += 1
 
         return super().submit(token, job)
-
-    def close(self) -> None:
-        """Ends the thread after all submitted jobs, without joining it."""
-        at_end, self.at_end = self.at_end, _nothing
-        if self._ended < self.submitted:
-            with contextlib.suppress(RuntimeError):  # Python ends, and takes no more jobs
-                self.submit("the end", at_end)
-        elif self.failed is None:
-            at_end()
-        super().close()
-
-
-def _nothing() -> None:
-    """At the end of a lane whose groups are not used again."""
 
 
 class Ranks:
@@ -308,22 +209,25 @@ class Ranks:
         self.lane = CollectiveLane(transport.device)
         self._meter = meter
         self._members = everybody
-        self._mesh = mesh
+        self._mesh, self.dimensions = mesh, mesh.ndim
         #: What ranks tell each other about failures.
         self.notices = Notices.of_this_process(dist.get_rank())
         self._pass = ("the construction of a model", 0)
         timeout = timeout_of(mesh.get_group(last), mesh.device_type)
-        dimensions = [tuple(dist.get_process_group_ranks(mesh.get_group(k))) for k in range(mesh.ndim)]
-        of_lane = [Kind(members, transport.backend, timeout) for members in dimensions]
-        between_rows = of_lane[:1] if self.replicas > 1 else []
-        pool = Groups.of_this_process()
-        taken = pool.take([of_lane[last], Kind(tuple(everybody), "gloo", timeout), *between_rows], everybody, timeout)
+
+        def new_group(members: Sequence[int], backend: str) -> Any:
+            return dist.new_group([*members], backend=backend, timeout=timeout, use_local_synchronization=True)
+
+        rows = [dist.get_process_group_ranks(mesh.get_group(k)) for k in range(mesh.ndim)]
         #: Those of the lane; and one for messages, which are exchanged while the lane may be waiting.
-        self._group, self._messages = taken[:2]
-        self._rows: Group | None = taken[2] if between_rows else None
-        self.lane.at_end = partial(pool.free.extend, taken)
+        self._group = new_group(rows[last], transport.backend)
+        self._rows = new_group(rows[0], transport.backend) if self.replicas > 1 else None
+        #: All ranks, on the thread that runs the model.
+        self.everybody = new_group(everybody, "gloo")
         #: The mesh of what is at home.
-        self._host_mesh = mesh if transport is HOST else _mesh_on_host(mesh, [new_group(kind) for kind in of_lane])
+        self._host_mesh = mesh
+        if transport is not HOST:
+            self._host_mesh = _mesh_on_host(mesh, [new_group(members, transport.backend) for members in rows])
         self._staging = torch.empty(0)
 
     def staging(self, nbytes: int) -> Tensor:
@@ -337,23 +241,18 @@ class Ranks:
         """The mesh of a DTensor whose local part is ``local``: DTensors have theirs on the device of their mesh."""
         return self._host_mesh if local.device.type == "cpu" else self._mesh
 
-    @property
-    def dimensions(self) -> int:
-        """Number of dimensions of the mesh."""
-        return self._mesh.ndim
-
     # --- collectives, on the lane ---------------------------------------------------------------------------------
 
     def all_gather(self, staging: Tensor) -> None:
         """Fills ``staging``, of one row of bytes a rank, with the rows of the others. On the lane only."""
         with self._naming_ranks(f"gathering the parameters of a shard in {self._pass[0]}"):
-            _all_gather(staging.view(-1), staging[self.rank], self._group.begin())
+            _all_gather(staging.view(-1), staging[self.rank], self._group)
         self._meter.bytes_gathered += staging[0].numel() * (self.count - 1)
 
     def reduce(self, received: Tensor, sent: Tensor) -> None:
         """Fills row ``r`` of ``received`` with this rank's row of what rank ``r`` has ``sent``. On the lane only."""
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
-            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group.begin())
+            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
 
     def any_rank_has(self, flags: Sequence[bool]) -> list[bool]:
@@ -363,7 +262,7 @@ class Ranks:
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
             for group, count in ((self._group, self.count), (self._rows, self.replicas)):
                 if group is not None:
-                    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group.begin())
+                    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
                     self._meter.bytes_reduced += found.numel() * (count - 1)
         return [bool(flag) for flag in found[: len(flags)].tolist()]
 
@@ -377,7 +276,7 @@ class Ranks:
             return
         with self._naming_ranks(f"adding gradients in {self._pass[0]}"):
             for tensor in tensors:
-                dist.all_reduce(tensor, group=self._rows.begin())
+                dist.all_reduce(tensor, group=self._rows)
         # One piece of each rank, twice.
         self._meter.bytes_reduced += 2 * -(-nbytes // self.replicas) * (self.replicas - 1)
 
@@ -385,29 +284,23 @@ class Ranks:
         """Gives ``tensor``, the home of a shard, the values of the first row of the mesh, while the lane has no job."""
         if self._rows is not None:
             with self._naming_ranks("copying the first replica"):
-                dist.broadcast(tensor, dist.get_global_rank(self._rows.handle, 0), self._rows.begin())
+                dist.broadcast(tensor, dist.get_global_rank(self._rows, 0), self._rows)
 
     def copied_from_first(self, tensor: Tensor) -> Tensor:
         """The values that ``tensor`` has on the first rank of the mesh, in new memory."""
         copy = tensor.detach().clone(memory_format=torch.preserve_format)
         values = copy.cpu().contiguous()
-        group = self._messages.begin()
-        dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group)
+        dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(self.everybody, 0), self.everybody)
         return copy if values is copy else copy.copy_(values)
 
     # --- agreement, on the thread that runs the model -------------------------------------------------------------
-
-    @property
-    def everybody(self) -> Any:
-        """The process group of all ranks, on the thread that runs the model."""
-        return self._messages.begin()
 
     def exchange(self, answer: Any) -> list[Any]:
         """What each rank answers, in the order of all ranks; each a small object."""
         self.lane.check()
         answers: list[Any] = [None] * self.total
         with self._naming_ranks("meeting"):
-            dist.all_gather_object(answers, answer, group=self._messages.begin())
+            dist.all_gather_object(answers, answer, group=self.everybody)
         return answers
 
     def agree(self, what: str, text: str, number: float = 0.0, *, everywhere: bool = False) -> list[float]:
@@ -424,7 +317,7 @@ class Ranks:
         mine = messages[self.number]
         mine[:] = torch.frombuffer(bytearray(digest + struct.pack("<d", number)), dtype=torch.uint8)
         with self._naming_ranks(f"meeting before {what}"):
-            _all_gather(messages.view(-1), mine, self._messages.begin())
+            _all_gather(messages.view(-1), mine, self.everybody)
         self._meter.bytes_agreed += MESSAGE_BYTES * (self.total - 1)
         rows = [bytes(row.tolist()) for row in messages]
         if any(row[:32] != digest for row in rows):

@@ -26,17 +26,16 @@ from torch import Tensor, nn
 from offload.mesh.parts import Part, WholePart, cuts_between, offsets_of, pieces_of
 from offload.mesh.ranks import Ranks
 from offload.storage import Tier
-from offload.streaming.layer_homes import LayerHomes, LayerLayout
+from offload.streaming.layer_homes import LayerLayout
 from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
-from pipe.torch_private.autograd import set_versions
 
 if TYPE_CHECKING:
     from offload.streaming.contract import PendingUpdate
 
-__all__ = ["MeshHomes", "MeshShard", "gather_parts", "layout_of_parts", "make_mesh_shards", "without_memory"]
+__all__ = ["MeshShard", "gather_parts", "layout_of_parts", "make_mesh_shards", "without_memory"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,12 +74,6 @@ class MeshShard(Shard):
             for here, there in zip(self.slices, self.at_home, strict=True)
         )
 
-    def set_versions(self, versions: tuple[int, ...]) -> None:
-        """Declares that the parameters hold the same values as when their counters were ``versions``."""
-        if versions != self.versions():
-            stored = [self._versions_at_home(there.parameter) for there in self.at_home]
-            set_versions(self.parameters, [v - n for v, n in zip(versions, stored, strict=True)])
-
     def _versions_at_home(self, stored: nn.Parameter) -> int:
         """Fused and foreach operations on DTensors increment no counter."""
         shown: Any = self.shown.get(stored)
@@ -90,7 +83,7 @@ class MeshShard(Shard):
         """Reads this rank's part, gathers those of the others, and copies all into ``slot``. On the lane of ranks."""
         for k, here in enumerate(self.slices):
             if isinstance(self.parts[k], WholePart):
-                owner, there = self.owner_of(k)
+                owner, there = self.places[k]
                 here.view(slot).copy_(owner.home_view(there))
         slots = zip(self.slices, self.parts, strict=True)
         wholes = [None if isinstance(part, WholePart) else part.flat(here.view(slot)) for here, part in slots]
@@ -175,58 +168,6 @@ def layout_of_parts(ranks: Ranks, elsewhere: Iterable[nn.Parameter] = ()) -> Lay
     return LayerLayout(elsewhere, pack=pack, paged=False)
 
 
-@dataclass(kw_only=True)
-class MeshHomes(LayerHomes):
-    """The block that stores this rank's rows of all parameters. The slices of :attr:`places` are of stored ones."""
-
-    ranks: Ranks
-    #: What the layers use: for each of them, its parameters in the order of a slot.
-    used: list[list[StoredTensor]] = field(default_factory=list)
-    #: By whole parameter: its cut, and the parameter that is stored.
-    cut_of: dict[nn.Parameter, tuple[Part, nn.Parameter]] = field(default_factory=dict)
-    #: Where parameters are stored that each rank stores whole.
-    whole_parts: Mapping[nn.Parameter, tuple[Shard, Slice, Part]] = field(default_factory=dict)
-
-    def lent(self) -> dict[nn.Parameter, tuple[Shard, Slice]]:
-        """See :meth:`.LayerHomes.lent`; by whole parameter."""
-        return {p: (owner, s) for p, (owner, s, _) in self.whole_parts.items()}
-
-    def add(self, name: str, layer: nn.Module, places: LayerLayout) -> None:
-        """Makes the stored parameters of the next layer, at ``places``; they have the memory of the whole ones yet."""
-        own = []
-        for s in places.add(name, layer):
-            whole = s.parameter
-            part = Part.of(s.name, whole, self.ranks.count)
-            begin, end = part.span(self.ranks.rank)
-            one = nn.Parameter(whole.detach()[begin:end], whole.requires_grad)
-            self.cut_of[whole] = part, one
-            own.append(replace(s, parameter=one))
-        self.places.append(own)
-        self.used.append(stored_tensors([(name, layer)]))
-
-    def shard(self, index: int, first: int, count: int, stored: dict[nn.Parameter, tuple[Shard, Slice]]) -> MeshShard:
-        """See :meth:`.LayerHomes.shard`; ``stored`` is by whole parameter."""
-        layers = [module for _, module in self.layers[first : first + count]]
-        shard = MeshShard(index, first, layers, tier=self.tier, ranks=self.ranks, gradient_types=self.gradient_types)
-        places = [s for layer in self.places[first : first + count] for s in layer]
-        used = {each.parameter: each for layer in self.used[first : first + count] for each in layer}
-        own = [p for p in used if p not in stored]
-        borrowed = [p for p in used if p in stored]
-        shard.parts = [self.cut_of[p][0] for p in (*own, *borrowed)]
-        shard.offsets, shard.part_bytes = offsets_of(shard.parts)
-        if places:
-            begin, nbytes = places[0].offset, offsets_of(shard.parts[: len(own)])[1]
-            if nbytes:
-                assert self.weights is not None
-                shard.home = self.weights.part(begin, nbytes)
-            shard.own = [replace(s, offset=s.offset - begin) for s in places]
-        shard.loans = [stored[p] for p in borrowed]
-        stored.update((p, (shard, s)) for p, s in zip(own, shard.own, strict=True))
-        slices, shard.slot_bytes = layout([used[p] for p in (*own, *borrowed)], dtype=self.dtype)
-        shard.slices = [replace(s, stride=part.stride) for s, part in zip(slices, shard.parts, strict=True)]
-        return shard
-
-
 def make_mesh_shards(
     layers: Sequence[tuple[str, nn.Module]],
     cuts: Sequence[int],
@@ -236,28 +177,28 @@ def make_mesh_shards(
     *,
     ranks: Ranks,
     whole_parts: Mapping[nn.Parameter, tuple[Shard, Slice, Part]],
-) -> tuple[list[MeshShard], MeshHomes]:
+) -> list[MeshShard]:
     """As :func:`offload.streaming.layer_homes.make_shards`: moves this rank's part of the parameters to storage.
 
     The whole parameters lose their memory, shard by shard; a shard on the meta device is initialised as a whole.
     ``whole_parts``: where parameters are stored that each rank stores whole.
     """
     materializer = Materializer(values)
-    whole_layout = layout_of_parts(ranks, whole_parts)
+    whole_layout, places = (layout_of_parts(ranks, whole_parts) for _ in range(2))
     for name, layer in layers:
         whole_layout.add(name, layer)
     weights = tier.weights(whole_layout.nbytes) if whole_layout.nbytes else None
-    homes = MeshHomes(layers, tier, dtype, weights, ranks=ranks, whole_parts=whole_parts)
     shards: list[MeshShard] = []
-    homes.cut_of.update((p, (part, s.parameter)) for p, (_, s, part) in whole_parts.items())
-    stored = homes.lent()
-    first, places = 0, layout_of_parts(ranks, whole_parts)  # again, since parameters on the meta device are replaced
+    # Of each whole parameter, where it is stored, and its cut.
+    stored = dict(whole_parts)
+    first = 0
     for index, count in enumerate(cuts):
         part_of_layers = layers[first : first + count]
         bare = {p for _, module in part_of_layers for p in module.parameters() if p.is_meta}
         for name, module in part_of_layers:
             materializer.allocate(name, module)
-        new = [each.parameter for each in stored_tensors(part_of_layers) if each.parameter not in homes.cut_of]
+        used = {each.parameter: each for each in stored_tensors(part_of_layers)}
+        new, borrowed = [p for p in used if p not in stored], [p for p in used if p in stored]
         if len(bare) > len(new):
             raise ValueError(
                 f"shard {index} uses parameters on the meta device that an earlier shard stores (tied layers): with "
@@ -267,24 +208,35 @@ def make_mesh_shards(
             if not (materializer.has_values(whole) or materializer.is_in_place(whole)):
                 whole.data = torch.empty_like(whole)  # what a file replaces is still needed if the construction fails
         materializer.fill()
-        for name, module in part_of_layers:
-            homes.add(name, module, places)
-        shard = homes.shard(index, first, count, stored)
-        for s, here in zip(shard.own, shard.slices, strict=False):
-            whole, one = here.parameter, s.parameter
-            home = shard.home_view(s)
+        shard = MeshShard(index, first, [module for _, module in part_of_layers], tier=tier, ranks=ranks)
+        # Again, since parameters on the meta device were replaced.
+        own = [s for name, module in part_of_layers for s in places.add(name, module)]
+        shard.loans = [stored[p][:2] for p in borrowed]
+        shard.parts = [Part.of(s.name, s.parameter, ranks.count) for s in own] + [stored[p][2] for p in borrowed]
+        shard.offsets, shard.part_bytes = offsets_of(shard.parts)
+        nbytes = offsets_of(shard.parts[: len(own)])[1]
+        if nbytes and weights is not None:
+            shard.home = weights.part(own[0].offset, nbytes)
+        slices, shard.slot_bytes = layout([used[p] for p in (*new, *borrowed)], dtype=dtype)
+        shard.slices = [replace(s, stride=part.stride) for s, part in zip(slices, shard.parts, strict=True)]
+        for s, whole, part in zip(own, new, shard.parts, strict=False):
+            begin, end = part.span(ranks.rank)
+            one = nn.Parameter(whole.detach()[begin:end], whole.requires_grad)
+            mine = replace(s, parameter=one, offset=s.offset - own[0].offset)
+            shard.own.append(mine)
+            stored[whole] = shard, mine, part
+            home = shard.home_view(mine)
             if not materializer.is_in_place(whole):
                 home.copy_(one.detach())
             one.data = home
             if whole.grad is not None:
-                begin, end = homes.cut_of[whole][0].span(ranks.rank)
                 one.grad, whole.grad = whole.grad[begin:end].clone(), None
             whole.data = without_memory(whole)
-        adopted = all(materializer.is_in_place(here.parameter) for here in shard.slices[: len(shard.own)])
+        adopted = all(map(materializer.is_in_place, new))
         if shard.home is not None and (tier.recovers or not adopted):
             ranks.copy_first_replica(shard.home.tensor)
         shards.append(shard)
         first += count
     if weights is not None:
         tier.weights_are_written(weights)
-    return shards, homes
+    return shards

@@ -133,13 +133,12 @@ class MeshParameters(PublicParameters):
     ) -> None:
         """``resident``: for parameters of layers that each rank stores whole, the stored ones."""
         self._shards, self._sums = shards, sums
-        self._ranks = self.ranks = ranks
+        self.ranks = ranks
         self._all: list[ShownParameter] = []
-        self._by_stored: dict[nn.Parameter, ShownParameter] = {}
-        self._by_shown: dict[nn.Parameter, ShownParameter] = {}
-        self._by_whole: dict[nn.Parameter, ShownParameter] = {}
-        #: Where layers hold parameters.
-        self._places: list[tuple[dict[str, Any], str, ShownParameter]] = []
+        #: By each of their three forms.
+        self._forms: dict[nn.Parameter, ShownParameter] = {}
+        #: Where modules hold parameters: a register of theirs, or a list.
+        self._places: list[tuple[Any, Any, ShownParameter]] = []
         modules = dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules())
         stored = [
             (s.parameter, here.parameter, part)
@@ -156,9 +155,7 @@ class MeshParameters(PublicParameters):
         self._show()
         self.recount()
         self._known_homes = [0 if shard.home is None else shard.count_home_owners() for shard in shards]
-        self._outside: dict[int, ShownParameter] = {}
-        #: The model is one of them, and is freed when it is dropped.
-        self._outside_modules: list[weakref.ref[nn.Module]] = []
+        self._outside: list[ShownParameter] = []
         largest = max((sum(p.nbytes for p in shard.parameters) for shard in shards), default=0)
         self.buffer_bytes = bytes_beside_one_process(largest, ranks.count) if ranks.transport is HOST else 0
 
@@ -172,15 +169,14 @@ class MeshParameters(PublicParameters):
         """Shows DTensors of parameters, given as they are stored and as ``modules`` hold them."""
         new = [ShownParameter(one, whole, self._new(one, whole, part), part) for one, whole, part in parameters]
         self._all += new
-        self._by_stored.update((p.stored, p) for p in new)
-        self._by_shown.update((p.shown, p) for p in new)
-        self._by_whole.update((p.whole, p) for p in new)
-        self._places += [
-            (module._parameters, key, self._by_whole[p])
-            for module in modules
-            for key, p in module._parameters.items()
-            if p is not None
-        ]
+        self._forms.update((form, p) for p in new for form in (p.stored, p.shown, p.whole))
+        for module in modules:
+            places: list[Any] = [module._parameters]
+            if isinstance(module, nn.RNNBase):
+                places.append(module._flat_weights)  # with these it computes
+            for place in places:
+                held = place.items() if isinstance(place, dict) else enumerate(place)
+                self._places += [(place, key, self._forms[p]) for key, p in held if p in self._forms]
         return new
 
     def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
@@ -196,7 +192,7 @@ class MeshParameters(PublicParameters):
 
         wrapped: Tensor = DTensor.from_local(
             local,
-            self._ranks.mesh_of(local),
+            self.ranks.mesh_of(local),
             self._placements(part),
             run_check=False,
             shape=torch.Size(part.shape),
@@ -207,20 +203,20 @@ class MeshParameters(PublicParameters):
     def _placements(self, part: Part) -> list[Any]:
         from torch.distributed.tensor import Replicate, Shard
 
-        replicas = [Replicate()] * (self._ranks.dimensions - 1)
+        replicas = [Replicate()] * (self.ranks.dimensions - 1)
         return [*replicas, Replicate() if isinstance(part, WholePart) else Shard(0)]
 
     def of(self, s: Slice) -> nn.Parameter:
         """The DTensor of a stored parameter."""
-        return self._by_stored[s.parameter].shown
+        return self._forms[s.parameter].shown
 
     def for_autograd(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         """The DTensors: else a request for their gradients would find no graph, and pass for "there is none"."""
-        return [self._by_whole[p].shown if p in self._by_whole else p for p in parameters]
+        return [self._forms[p].shown if p in self._forms else p for p in parameters]
 
     def refuse_requests(self, requested: Sequence[nn.Parameter]) -> None:
         """Raises RuntimeError: gradients of DTensors are stored, and never returned."""
-        names = [self._by_whole[p].part.name for p in requested if p in self._by_whole]
+        names = [self._forms[p].part.name for p in requested if p in self._forms]
         if names:
             raise RuntimeError(
                 f"gradients of parameters are requested ({', '.join(names[:3])}), by torch.autograd.grad, inputs= or a "
@@ -239,8 +235,8 @@ class MeshParameters(PublicParameters):
         self._inside += 1
         try:
             if self._inside == 1:
-                for register, key, p in self._places:
-                    register[key] = p.whole
+                for place, key, p in self._places:
+                    place[key] = p.whole
             yield
         finally:
             self._inside -= 1
@@ -256,12 +252,12 @@ class MeshParameters(PublicParameters):
             except GeneratorExit:
                 raise
             except BaseException as error:
-                self._ranks.raised(error)
+                self.ranks.raised(error)
                 raise
 
     def _show(self) -> None:
-        for register, key, p in self._places:
-            register[key] = p.shown
+        for place, key, p in self._places:
+            place[key] = p.shown
         new = []
         for p in self._all:
             gradient = p.stored.grad
@@ -310,11 +306,10 @@ class MeshParameters(PublicParameters):
         assert stored is not None
         return sys.getrefcount(stored), storage_uses(stored), *self._references([shown]).values()
 
-    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
+    def held_elsewhere(self, known: Counter[nn.Parameter]) -> bool:
         """Whether other code holds DTensors, their gradients or views of homes, and may read them at any time.
 
-        ``known``: the parameters to check, and how often optimizers hold each. ``views``: number of tensors of
-        optimizers on the home of each shard, by its index.
+        ``known``: the parameters to check, and how often optimizers hold each.
         """
         now = self._references(known)
         # A graph, such as that of a loss which is still there, has a leaf but not its value: one more owner in C++. A
@@ -324,13 +319,13 @@ class MeshParameters(PublicParameters):
             count, *others = self._known[key]
             if now[key] != (count + held + in_graphs[key], *others):
                 return True
-        for p in (self._by_shown[shown] for shown in known):
+        for p in (self._forms[shown] for shown in known):
             if p.shown.grad is not None and (
                 self._shown_gradient(p) is None or self._gradient_references(p) != p.gradient_references
             ):
                 return True
         return any(
-            shard.home is not None and shard.count_home_owners() != uses + views[shard.index]
+            shard.home is not None and shard.count_home_owners() != uses
             for shard, uses in zip(self._shards, self._known_homes, strict=True)
         )
 
@@ -364,7 +359,7 @@ class MeshParameters(PublicParameters):
 
     def drop_sums(self, parameters: Iterable[nn.Parameter]) -> None:
         """See :meth:`PublicParameters.drop_sums`."""
-        self._sums.drop({self._by_shown[p].stored for p in parameters if p in self._by_shown})
+        self._sums.drop({self._forms[p].stored for p in parameters if p in self._forms})
 
     # --- agreement of ranks ---------------------------------------------------------------------------------------
 
@@ -373,12 +368,12 @@ class MeshParameters(PublicParameters):
 
         Raises RuntimeError on all if they differ.
         """
-        words = [f"gradient_divide_factor={self._ranks.divide_factor}"]
+        words = [f"gradient_divide_factor={self.ranks.divide_factor}"]
         for shard in self._shards:
             words.append(f"{shard.index}:{','.join(map(described, shard.parts))}")
             dtypes = dict.fromkeys(str(s.dtype) for s in shard.slices)
             words.append(f"computed-in:{','.join(dtypes)};gradients-in:{shard.gradient_types.dtype}")
-        self._ranks.agree("the construction of the model", " ".join(words))
+        self.ranks.agree("the construction of the model", " ".join(words))
 
     def begin_forward(self, words: str) -> None:
         """Compares what decides the collectives of a forward over all ranks. Raises RuntimeError on all otherwise."""
@@ -387,12 +382,12 @@ class MeshParameters(PublicParameters):
     def begin_backward(self, words: str, place: int, *, stores: bool) -> int:
         """The same for the backward of one forward. Returns the greatest ``place`` of any rank."""
         found = [f"{'stores' if stores else 'drops'} {self._sums.described()} {words}"]
-        found += [p.part.name + "+gradient" * self._has_gradient(p) for p in self._all if p.whole.requires_grad]
+        found += [p.part.name + "+gradient" * (p.stored.grad is not None) for p in self._all if p.whole.requires_grad]
         return int(max(self._agree("a backward", " ".join(found), place)))
 
     def leave_order(self, name: str, place: int) -> None:
         """Compares a call of a block in another order than before. Raises RuntimeError on all if one differs."""
-        self._ranks.agree("a call of a block in a new order", f"call {place} {name}")
+        self.ranks.agree("a call of a block in a new order", f"call {place} {name}")
 
     @property
     def kept(self) -> list[MeshShard]:
@@ -400,13 +395,9 @@ class MeshParameters(PublicParameters):
         return [] if self._sums.keeps else self._sums.shards
 
     def _agree(self, what: str, words: str, number: float = 0.0) -> list[float]:
-        found = self._ranks.agree(what, " ".join((*self._steps, words)), number, everywhere=True)
+        found = self.ranks.agree(what, " ".join((*self._steps, words)), number, everywhere=True)
         self._steps.clear()  # not if they differ: then ranks have different weights, and every later pass raises
         return found
-
-    @staticmethod
-    def _has_gradient(p: ShownParameter) -> bool:
-        return p.stored.grad is not None
 
     # --- optimizers -----------------------------------------------------------------------------------------------
 
@@ -430,28 +421,28 @@ class MeshParameters(PublicParameters):
             )
         found: Tensor | None = getattr(optimizer, "found_inf", None)
         if found is not None:
-            everywhere = self._ranks.agree("a step with a GradScaler", "", float(found))
+            everywhere = self.ranks.agree("a step with a GradScaler", "", float(found))
             optimizer.found_inf = torch.full_like(found, max(everywhere))  # type: ignore[attr-defined]
         self.take_gradients()
 
     def note_step(self, optimizer: ModelOptimizer) -> None:
         """Notes class, options, and how many parameters have gradients: ranks compare them at the next pass."""
-        counts = [sum(self._has_gradient(self._by_shown[p]) for p in g["params"]) for g in optimizer.param_groups]
+        counts = [sum(self._forms[p].stored.grad is not None for p in g["params"]) for g in optimizer.param_groups]
         self._steps.append(described_step(optimizer, counts))
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The stored parameters of DTensors; of those that each rank stores whole, on the first rank of a row only."""
-        found = [self._by_shown[p] for p in parameters]
-        return [p.stored for p in found if not (isinstance(p.part, WholePart) and self._ranks.rank)]
+        found = [self._forms[p] for p in parameters]
+        return [p.stored for p in found if not (isinstance(p.part, WholePart) and self.ranks.rank)]
 
     def total_norm(self, norm: Tensor) -> Tensor:
         """The norm of all gradients, from that of this rank's parts; a sum in rank order, equal on all ranks."""
-        squares = self._ranks.agree("the norm of gradients", "", float(norm) ** 2)
+        squares = self.ranks.agree("the norm of gradients", "", float(norm) ** 2)
         return torch.tensor(math.sqrt(sum(squares)), dtype=norm.dtype)
 
     def show_state(self, s: Slice, state: dict[str, Any]) -> dict[str, Any]:
         """The state with a DTensor for each tensor that has an element for each of the parameter."""
-        p = self._by_stored[s.parameter]
+        p = self._forms[s.parameter]
         known, shown = p.states, {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape == p.stored.shape:
@@ -464,8 +455,8 @@ class MeshParameters(PublicParameters):
 
     def stored_state(self, s: Slice, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's part of a state: of DTensors, or of tensors of the whole parameter's shape."""
-        p = self._by_stored[s.parameter]
-        begin, end = p.part.span(self._ranks.rank)
+        p = self._forms[s.parameter]
+        begin, end = p.part.span(self.ranks.rank)
         found = {}
         for key, value in state.items():
             if hasattr(value, "to_local"):
@@ -479,63 +470,50 @@ class MeshParameters(PublicParameters):
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """The stored parameter of a DTensor."""
-        return self._by_shown[parameter].stored
+        return self._forms[parameter].stored
 
     def replicate(self, named: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
         """Shows DTensors of parameters that each rank stores whole; all get the values of the first rank.
 
         Raises RuntimeError on all ranks if their names or shapes differ.
         """
-        modules = list(modules)
-        parts = {name: WholePart.of(name, p, self._ranks.count) for name, p in named.items()}
-        self._ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
+        parts = {name: WholePart.of(name, p, self.ranks.count) for name, p in named.items()}
+        self.ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
         for p in named.values():
             gradient, p.grad = p.grad, None
-            p.data = self._ranks.copied_from_first(p)
+            p.data = self.ranks.copied_from_first(p)
             p.grad = gradient
-        new = self._add([(p, p, parts[name]) for name, p in named.items()], modules)
-        self._outside = {id(p.whole): p for p in new}
-        self._outside_modules = [weakref.ref(module) for module in modules]
+        self._outside = self._add([(p, p, parts[name]) for name, p in named.items()], modules)
         self._show()
         self.recount()
 
     def refuse_leaves(self) -> None:
         """Lets autograd refuse gradients that reach parameters outside of blocks by another way than their modules."""
-        for p in self._outside.values():
+        for p in self._outside:
             if p.stored.requires_grad:
                 p.stored.register_post_accumulate_grad_hook(_refuse_leaf)
 
     @contextlib.contextmanager
     def outside_as(self, values_of: Callable[[list[ShownParameter]], Sequence[Tensor]]) -> Iterator[None]:
         """A context in which modules outside of blocks have ``values_of`` trained parameters in place of these."""
-        trained = [p for p in self._outside.values() if p.whole.requires_grad]
-        values = {id(p.whole): value for p, value in zip(trained, values_of(trained), strict=True)}
-        before: list[tuple[Any, Any, Any]] = []
+        trained = [p for p in self._outside if p.whole.requires_grad]
+        values = dict(zip(trained, values_of(trained), strict=True))
+        places = [(place, key, p) for place, key, p in self._places if p in values]
         try:
-            for module in [ref() for ref in self._outside_modules if values]:
-                if module is None:
-                    continue
-                members: list[Any] = [module._parameters]
-                if isinstance(module, nn.RNNBase):
-                    members.append(module._flat_weights)
-                for each in members:
-                    for key, p in each.items() if isinstance(each, dict) else enumerate(each):
-                        if id(p) in values:
-                            before.append((each, key, p))
-                for each, key, p in before:
-                    each[key] = values[id(p)]
-                    values[id(p)]._is_param = True
+            for place, key, p in places:
+                place[key] = value = values[p]
+                value._is_param = True
             yield
         finally:
-            for each, key, p in before:
-                each[key] = p
+            for place, key, p in places:
+                place[key] = p.whole
 
     def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         """Adds the means over ranks of gradients of what each rank stores whole to the stored ones; empties the dict.
 
         All ranks call it with as many trained parameters. Raises RuntimeError for a sparse gradient.
         """
-        for name in [self._by_stored[p].part.name for p, g in gradients.items() if g.layout is not torch.strided]:
+        for name in [self._forms[p].part.name for p, g in gradients.items() if g.layout is not torch.strided]:
             raise RuntimeError(
                 f"the gradient of {name} is sparse, which is not supported with mesh=; use a layer with sparse=False"
             )
@@ -548,7 +526,7 @@ class MeshParameters(PublicParameters):
         if not trained:
             return
         means: list[Tensor | None] = []
-        parts, ranks = [p.part for p in trained], self._ranks
+        parts, ranks = [p.part for p in trained], self.ranks
         arrival = ranks.lane.submit("R-outside", lambda: means.extend(means_of_whole(parts, given, ranks)))
         with error_context("reducing gradients of what each rank stores whole"):
             # Lane of ranks -> host. Without this, the gradients are read before they are there.
@@ -568,10 +546,10 @@ class MeshParameters(PublicParameters):
 
     def exchange_bytes(self) -> ExchangeBytes | None:
         """See :meth:`PublicParameters.exchange_bytes`."""
-        if self._ranks.transport is HOST:
+        if self.ranks.transport is HOST:
             return None
-        return exchange_bytes(self._shards, [p.part for p in self._trained_whole()], self._ranks)
+        return exchange_bytes(self._shards, [p.part for p in self._trained_whole()], self.ranks)
 
     def compare(self, what: str, number: float) -> list[float]:
         """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""
-        return self._ranks.agree(what, "", number, everywhere=True)
+        return self.ranks.agree(what, "", number, everywhere=True)

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from offload.mesh.gradients import LocalSums, MeshGradientOffload
 from offload.mesh.ranks import Ranks, check_devices, transport_for
-from offload.mesh.shard import MeshShard, layout_of_parts, make_mesh_shards
+from offload.mesh.shard import MeshShard, make_mesh_shards
 from offload.mesh.sharded import MeshParameters, resident_parts
 from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
 from offload.storage.persistent import RANKS, homes_in
-from offload.streaming.lane import CopyLane, CopyLanes, ThreadCopyLane
-from offload.streaming.layer_homes import LayerHomes, LayerLayout
+from offload.streaming.lane import CopyLanes, ThreadCopyLane
 from offload.streaming.materialize import Values
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
@@ -28,7 +27,7 @@ from offload.telemetry.statistics import Meter
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Sharding", "check_mesh", "least_of_ranks", "open_home"]
+__all__ = ["Sharding", "check_mesh", "least_of_ranks"]
 
 
 def check_mesh(
@@ -64,8 +63,11 @@ def check_mesh(
     if mesh.ndim > 2:
         wrong.append(f"expected a mesh of one dimension (shard) or two (replicate, shard), got {mesh.ndim} (mesh)")
     elif mesh.size() == 1:
-        _check_alone(divide_factor)
-        return None
+        if divide_factor not in (None, 1):
+            raise ValueError(
+                f"a mesh of one rank has nothing to sum, got gradient_divide_factor={divide_factor}; scale the loss"
+            )
+        return None  # the engine without a mesh
     backends = dist.get_backend_config(mesh.get_group(mesh.ndim - 1))
     unfit = check_devices(mesh.device_type, backends, device)
     if unfit is not None:
@@ -84,23 +86,6 @@ def least_of_ranks(mesh: DeviceMesh, numbers: Sequence[int | None]) -> list[int 
     for dimension in range(mesh.ndim):
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(dimension))
     return [None if n == largest else n for n in least.tolist()]
-
-
-def _check_alone(divide_factor: float | None) -> None:
-    """Raises ValueError if one rank would not be the engine without a mesh."""
-    if divide_factor not in (None, 1):
-        raise ValueError(
-            f"a mesh of one rank has nothing to sum, got gradient_divide_factor={divide_factor}; scale the loss"
-        )
-
-
-def open_home(
-    offload_device: str | torch.device | os.PathLike[str], device: torch.device, sharding: Sharding | None
-) -> Tier:
-    """The storage of this process; of this rank, with a mesh."""
-    if sharding is None:
-        return open_tier(offload_device, device, keeps=True)
-    return sharding.open_tier(offload_device, device)
 
 
 class Sharding:
@@ -139,18 +124,13 @@ class Sharding:
         mine = replace(offload_device, directory=root / self.name)
         return PersistentTier(mine, device, self.ranks.exchange)
 
-    def layout(self) -> LayerLayout:
-        """Places what this rank stores of layers."""
-        return layout_of_parts(self.ranks)
-
     def open_lanes(self, device: torch.device) -> CopyLanes:
         """Lanes of copies: loads are collectives.
 
         Threads also on a device: what a drain copies was allocated on the stream of the lane of ranks, and may be freed
         once the host knows that it is copied.
         """
-        drain: CopyLane = ThreadCopyLane("drain", device)
-        return CopyLanes(self.ranks.lane, drain, ThreadCopyLane("boundary", device))
+        return CopyLanes(self.ranks.lane, ThreadCopyLane("drain", device), ThreadCopyLane("boundary", device))
 
     def make_shards(
         self,
@@ -160,13 +140,12 @@ class Sharding:
         dtype: torch.dtype | None,
         values: Mapping[Tensor, Values],
         resident: Shard | None,
-    ) -> tuple[list[Shard], LayerHomes]:
+    ) -> list[Shard]:
         """See :func:`make_mesh_shards`. ``resident``: the owner of parameters that stay on the device of each rank."""
         whole = {} if resident is None else resident_parts(resident, self.ranks)
         #: For each of them, the parameter that layers use: the stored one, and what it is.
         self._resident = {p: (s.parameter, part) for p, (_, s, part) in whole.items()}
-        shards, homes = make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks, whole_parts=whole)
-        return list(shards), homes
+        return [*make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks, whole_parts=whole)]
 
     def gradient_offload(self, shards: Sequence[Shard], **choices: Any) -> MeshGradientOffload:
         """What reduces and stores gradients."""

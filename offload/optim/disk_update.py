@@ -20,9 +20,9 @@ Guarantees
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.dynamic_map import BLOCK
-from offload.optim.io_buffers import IOBuffer, IOBufferPool, Read, UpdateBlock, Write, contiguous, write_together
+from offload.optim.io_buffers import Blocks, IOBuffer, IOBufferPool, Read, UpdateBlock, Write
 from offload.optim.param_block import ELEMENTWISE, OptimizerFactory, ParamBlock, UpdateJob
-from offload.optim.state_forms import EncodedWeights, elements_per_entry
+from offload.optim.state_forms import EncodedWeights, copied, elements_per_entry
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, whole_pages
@@ -43,8 +43,6 @@ from pipe.torch_private.autograd import outside_inference_mode
 
 __all__ = ["DiskParamBlock"]
 
-# Optimizer states in files: where each state of a param block is, and what is read and written for an update of it.
-#
 # States of one update are allocated as one block of storage. Only dense states are stored in files: what counts steps,
 # and states that are sparse, stay in memory.
 
@@ -57,19 +55,11 @@ def is_stored(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.layout is torch.strided
 
 
-def copy_unstored(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the state entries that are not stored in files, such as counts of steps."""
-    return {
-        key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        for key, value in state.items()
-        if not is_stored(value)
-    }
-
-
 class StateFile(NamedTuple):
-    """Where a state is stored: a part of a block, and a tensor on it."""
+    """Where a state is stored: from an offset of a block on, and a tensor on it."""
 
     block: Block
+    offset: int
     view: Tensor
 
     @classmethod
@@ -79,106 +69,11 @@ class StateFile(NamedTuple):
         begin = (block.tensor.storage_offset() + offset) // like.dtype.itemsize
         with outside_inference_mode():
             view = torch.empty(0, dtype=like.dtype)
-            return cls(block, view.set_(block.tensor.untyped_storage(), begin, like.shape, like.stride()))
-
-    @property
-    def offset(self) -> int:
-        """Of the state in its block, in bytes."""
-        return int(self.view.storage_offset()) * self.view.element_size() - int(self.block.tensor.storage_offset())
+            return cls(block, offset, view.set_(block.tensor.untyped_storage(), begin, like.shape, like.stride()))
 
     def span(self, key: str, update_block: UpdateBlock) -> tuple[int, int]:
         """Offset and size of what belongs to a block of the parameter; the state is named ``key``."""
         return update_block.span(self.view.nbytes, self.view.element_size(), elements_per_entry(key))
-
-
-class StateFiles:
-    """The states of parameters ``slices`` of ``shard``, in blocks of ``tier``. ``kind``: the class that makes them."""
-
-    def __init__(self, shard: Shard, slices: Sequence[Slice], tier: Tier, kind: type[Optimizer]) -> None:
-        self._shard = shard
-        self._slices = slices
-        self._tier = tier
-        self._kind = kind
-        #: By position of the parameter, and name of the state.
-        self.places: dict[tuple[int, str], StateFile] = {}
-
-    def _of(self, k: int) -> Iterator[tuple[str, StateFile]]:
-        return ((key, place) for (owner, key), place in self.places.items() if owner == k)
-
-    def reads(self, k: int, update_block: UpdateBlock) -> Iterator[Read]:
-        """Reads of the states of parameter ``k``, as far as they belong to a block of it."""
-        for key, place in self._of(k):
-            offset, nbytes = place.span(key, update_block)
-            yield Read((k, key), place.block, place.offset + offset, nbytes)
-
-    def in_buffer(self, k: int, update_block: UpdateBlock, io_buffer: IOBuffer) -> dict[str, Tensor]:
-        """The states of parameter ``k`` as tensors on what :meth:`reads` has read."""
-        return {key: update_block.shape(io_buffer.part((k, key)), place.view) for key, place in self._of(k)}
-
-    def in_memory(self, states: States) -> list[tuple[Tensor, Tensor]]:
-        """All states, each with a copy in memory."""
-        found = []
-        for (k, key), place in self.places.items():
-            copy = torch.empty_strided(place.view.shape, place.view.stride(), dtype=place.view.dtype)
-            place.block.read_into(bytes_of(copy), place.offset)
-            found.append((states[k][key], copy))
-        return found
-
-    def allocate(self, states: States, chosen: Iterable[int], update_block: UpdateBlock) -> None:
-        """Finds places for all states: those that they have, and one new block for others; forgets those of no state.
-
-        Raises OSError if the storage is full, TypeError for states unfit for a file.
-        """
-        found, end = [], 0
-        for k in chosen:
-            for key in [key for key, _ in self._of(k) if not is_stored(states[k].get(key))]:
-                del self.places[k, key]
-            for key, value in states[k].items():
-                if not is_stored(value):
-                    continue
-                if type(value) not in (Tensor, torch.nn.Parameter):
-                    raise TypeError(
-                        f"{self._kind.__name__} keeps state {key!r} of parameter {self._slices[k].name} as "
-                        f"{type(value).__name__}, which cannot be stored in a file; use homes in host memory "
-                        f"(offload_device='cpu'), or a class whose states are plain tensors"
-                    )
-                whole = update_block.end is None
-                like = torch.empty_like(value, device="meta") if whole else self._whole(k, key, value)
-                known = self.places.get((k, key))
-                if known is not None and (known.view.dtype, known.view.shape) == (like.dtype, like.shape):
-                    continue
-                if like.nbytes > PAGE_BYTES:
-                    end = whole_pages(end)  # large states begin on a page, so that a disk can transfer whole pages
-                found.append((k, key, end, like))
-                end += aligned(like.nbytes)
-        if found:
-            block = self._tier.allocate(end, f"shard{self._shard.index}-states", cyclic=True)
-            self.places.update(((k, key), StateFile.at(block, offset, like)) for k, key, offset, like in found)
-
-    def _whole(self, k: int, key: str, part: Tensor) -> Tensor:
-        """Type and layout of the state of which ``part`` belongs to a block of the parameter."""
-        s, per = self._slices[k], elements_per_entry(key)
-        if per == 1:
-            return torch.empty_strided(s.parameter.shape, s.stride, dtype=part.dtype, device="meta")
-        return torch.empty(-(-s.parameter.numel() // per), dtype=part.dtype, device="meta")
-
-    def writes(self, k: int, state: Mapping[str, Any], update_block: UpdateBlock) -> Iterator[Write]:
-        """Writes of the states of parameter ``k``: of all elements, or of those of a block of it."""
-        for key, value in state.items():
-            if is_stored(value):
-                place = self.places[k, key]
-                dense = value
-                if update_block.end is None and value.stride() != place.view.stride():
-                    dense = torch.empty_strided(value.shape, place.view.stride(), dtype=value.dtype).copy_(value)
-                yield Write(bytes_of(dense), place.block, place.offset + place.span(key, update_block)[0])
-
-    def show(self, k: int, state: dict[str, Any]) -> None:
-        """Makes the states of parameter ``k`` views of their files; drops those that only an I/O buffer holds."""
-        for key in [key for key, value in state.items() if is_stored(value)]:
-            if (k, key) in self.places:
-                state[key] = self.places[k, key].view
-            else:
-                del state[key]
 
 
 #: Key of the lower halves of weights, beside those of states.
@@ -198,19 +93,23 @@ class DiskParamBlock(ParamBlock):
         buffer_pool: IOBufferPool,
         max_bytes: int,
     ) -> None:
-        super().__init__(shard, slices, group, factory)
+        super().__init__(shard, slices, group, factory, torch.device("cpu"))
         self._max_bytes = max_bytes
         self._buffer_pool = buffer_pool
-        self.state_files = StateFiles(shard, self.slices, tier, factory.kind)
+        self._tier = tier
+        #: Type and layout of each parameter.
+        self._like = [s.like() for s in self.slices]
+        #: For each parameter, where its states are, by their names.
+        self._places: list[dict[str, StateFile]] = [{} for _ in self.slices]
 
     def load_states(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
         """Replaces all states: each given tensor is written to its file without a copy in memory."""
-        previous, self.state_files.places = self.state_files.places, {}
+        previous, self._places = self._places, [{} for _ in self.slices]
         try:
             super().load_states(states, options)
             self._store_all_states()
         except BaseException:
-            self.state_files.places = previous
+            self._places = previous
             raise
 
     def adopt_states(
@@ -224,7 +123,13 @@ class DiskParamBlock(ParamBlock):
 
     def states_in_memory(self) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`ParamBlock.states_in_memory`."""
-        return self.state_files.in_memory(self.states())
+        found = []
+        for state, places in zip(self.states(), self._places, strict=True):
+            for key, place in places.items():
+                copy = torch.empty_strided(place.view.shape, place.view.stride(), dtype=place.view.dtype)
+                place.block.read_into(bytes_of(copy), place.offset)
+                found.append((state[key], copy))
+        return found
 
     @staticmethod
     def _copied(value: Any) -> Any:
@@ -238,51 +143,42 @@ class DiskParamBlock(ParamBlock):
             self._store_all_states()
         return optimizer
 
-    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
         """Updates block by block, from where an earlier attempt failed, and begins to read the jobs in ``upcoming``."""
         self.prepare(job.options, sparse=job.sparse)
         self._begin(job)
         in_memory = []
         for k, (s, gradient) in enumerate(zip(self.slices, job.gradients, strict=True)):
-            if gradient is None or self._gradient_file_offset(s, gradient) is not None:
+            if gradient is None or job.gradient_places[k] is not None:
                 continue
             if not gradient.is_sparse and (gradient.stride() != s.stride or gradient.device.type != "cpu"):
                 pinned = gradient.is_cuda  # see copied_to()
                 dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=gradient.dtype, pin_memory=pinned)
                 gradient = job.gradients[k] = dense.copy_(gradient)
-            in_memory.append((s, gradient))
-        job.clip([gradient for s, gradient in in_memory if gradient.dtype == s.full_dtype])
+            in_memory.append((k, gradient))
+        job.clip([gradient for k, gradient in in_memory if gradient.dtype == self.proxies[k].dtype])
         while job.blocks_done < len(job.update_blocks):
             self._run_update_block(job, slot, upcoming)
         coefficient = job.coefficient_on(torch.device("cpu"))
         if coefficient is not None and job.group_changes is None:  # else it has run, and its writes are repeated
-            for s, gradient in in_memory:
-                if gradient.dtype != s.full_dtype and gradient is s.parameter.grad:
+            for k, gradient in in_memory:
+                if gradient.dtype != self.proxies[k].dtype and gradient is self.slices[k].parameter.grad:
                     gradient.mul_(coefficient)  # it stays clipped as well, as one in its file does already
         job.group_changes = self.group_changes()
 
-    def prefetch(self, job: UpdateJob) -> bool:
-        """Begins to read the blocks that are still to be updated into idle I/O buffers; True if one is left over."""
+    def to_read(self, job: UpdateJob, skip: int = 0) -> Blocks:
+        """The blocks that are still to be updated, but the first to ``skip``."""
         self._begin(job)
-        return self._prefetch_from(job.blocks_done, job)
-
-    def flush(self, job: UpdateJob) -> None:
-        """Returns when everything computed is in its file; failed writes are repeated."""
-        self._buffer_pool.wait_idle()
-        for group in contiguous(job.unwritten):
-            write_together(group)
-            job.mark_written(group)
-
-    def cancel_prefetch(self) -> None:
-        """Returns when no transfer is running, successful or not: each job knows which of its writes are missing."""
-        with contextlib.suppress(Exception):
-            self._buffer_pool.wait_idle()
+        for index in range(job.blocks_done + skip, len(job.update_blocks)):
+            yield (job, index), partial(self._requests, job, index)
 
     def _begin(self, job: UpdateJob) -> None:
         """Cuts the job into blocks and records the states before it, on its first use."""
         if job.update_blocks:
             return
-        job.states_before = [copy_unstored(state) if state else None for state in self.states()]
+        states = zip(self.states(), self._places, strict=True)
+        job.states_before = [copied(state, places) if state else None for state, places in states]
+        job.gradient_places = [*map(self._place_of_gradient, self.slices, job.gradients)]
         s = self.slices[0]
         if (
             len(self.slices) > 1
@@ -297,8 +193,8 @@ class DiskParamBlock(ParamBlock):
             step = max(step // BLOCK, 1) * BLOCK  # elements that share a scale, or random bits, are not separated
         job.update_blocks = [UpdateBlock(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
-    def _requests(self, job: UpdateJob, index: int) -> tuple[Hashable, list[Read], int]:
-        """Key of a block of a job, reads of its parts that are in files, and bytes for its other parts."""
+    def _requests(self, job: UpdateJob, index: int) -> tuple[list[Read], int]:
+        """Reads of the parts of a block that are in files, and bytes for its other parts."""
         update_block, reads, spare_bytes = job.update_blocks[index], [], 0
         for k, gradient in enumerate(job.gradients):
             if gradient is None:
@@ -308,76 +204,68 @@ class DiskParamBlock(ParamBlock):
             spare_bytes += nbytes + PAGE_BYTES  # weights, where no slot has them
             if s.form is not None and self.shard.lower is not None:
                 reads.append(Read((k, _LOWER), self.shard.lower, s.offset + offset, nbytes))
-            place = self._gradient_file_offset(s, gradient)
-            if place is not None:
+            if (place := job.gradient_places[k]) is not None:
                 offset, nbytes = update_block.span(gradient.nbytes, gradient.element_size())
                 reads.append(Read((k, None), place[0], place[1] + offset, nbytes))
-            if gradient.dtype != s.full_dtype:  # it is widened
+            if gradient.dtype != self.proxies[k].dtype:  # it is widened
                 spare_bytes += update_block.span(s.full_nbytes, s.full_dtype.itemsize)[1] + PAGE_BYTES
             if job.states_before[k] is not None:  # else the optimizer makes new states, for each block
-                reads += self.state_files.reads(k, update_block)
-        return (job, index), reads, spare_bytes
+                for key, state in self._places[k].items():
+                    offset, nbytes = state.span(key, update_block)
+                    reads.append(Read((k, key), state.block, state.offset + offset, nbytes))
+        return reads, spare_bytes
 
-    def _gradient_file_offset(self, s: Slice, gradient: Tensor) -> tuple[Block, int] | None:
+    def _place_of_gradient(self, s: Slice, gradient: Tensor | None) -> tuple[Block, int] | None:
         """Block and offset of a gradient in the file of the shard's gradients; None if it is stored elsewhere."""
         region = self.shard.gradient_region(s.parameter)
-        if region is None or not region.holds(gradient):
+        if gradient is None or region is None or not region.holds(gradient):
             return None
         block, place = region.block, region.offsets[id(s.parameter)]
         return (block, place) if gradient.data_ptr() == block.tensor.data_ptr() + place else None
 
-    def _run_update_block(
-        self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]]
-    ) -> None:
+    def _run_update_block(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks]) -> None:
         optimizer, update_block = self.optimizer, job.update_blocks[job.blocks_done]
         assert optimizer is not None
-        io_buffer = self._buffer_pool.prepare(*self._requests(job, job.blocks_done))
+        io_buffer = self._buffer_pool.prepare(*next(iter(self.to_read(job))))
         chosen = [k for k, gradient in enumerate(job.gradients) if gradient is not None]
         writes: list[Write] = []
         weights: dict[int, EncodedWeights] = {}
-        places_before = dict(self.state_files.places)
+        bound: dict[int, dict[str, Tensor]] = {}
+        places_before = [dict(places) for places in self._places]
         try:
             for k in chosen:
                 writes += self._bind_weights(job, k, update_block, io_buffer, slot, weights)
-                self.proxies[k].grad, back = self._gradient(job, k, update_block, io_buffer)
-                writes += back
-                self._bind_states(job, k, update_block, io_buffer)
+                self.proxies[k].grad = self._gradient(job, k, update_block, io_buffer, writes)
+                bound[k] = self._bind_states(job, k, update_block, io_buffer)
             job.bytes_read += io_buffer.bytes_read
-            self._prefetch_next(job.blocks_done + 1, job, upcoming)
+            self._buffer_pool.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
             self._step(weights)
             states = self.states()
-            self.state_files.allocate(states, chosen, update_block)
-            for k in chosen:
-                writes += self.state_files.writes(k, states[k], update_block)
+            in_place = {
+                k: {
+                    key: part
+                    for key, value in bound[k].items()
+                    if states[k].get(key) is value
+                    and value.data_ptr() == (part := io_buffer.part((k, key))).source.data_ptr()
+                }
+                for k in chosen
+            }
+            writes += self._state_writes(states, update_block, in_place)
         except BaseException:
             # No file has been written yet.
-            self.state_files.places = places_before
+            self._places = places_before
             for k in chosen:
-                self._restore_views(k)
-                optimizer.state[self.proxies[k]].update(copy_unstored(job.states_before[k] or {}))
+                state = optimizer.state[self.proxies[k]]
+                state.clear()
+                state.update(copied(job.states_before[k] or {}))
+                self._restore_views(k, state)
             raise
         for k in chosen:
-            self._restore_views(k)
-        job.unwritten += writes
+            self._restore_views(k, states[k])
+        job.writes += writes
+        job.bytes_written += sum(write.nbytes for write in writes)
         job.blocks_done += 1
-        self._buffer_pool.write_back(writes, job.mark_written)
-        self._prefetch_next(job.blocks_done, job, upcoming)
-
-    def _prefetch_next(self, first: int, job: UpdateJob, upcoming: Callable[[], Iterable[UpdateJob]]) -> None:
-        """Begins to read blocks: those of this job from ``first`` on, then those of ``upcoming`` jobs."""
-        if self._prefetch_from(first, job):
-            for other in upcoming():
-                if not other.param_block.prefetch(other):
-                    return
-
-    def _prefetch_from(self, first: int, job: UpdateJob) -> bool:
-        for index in range(first, len(job.update_blocks)):
-            if self._buffer_pool.is_prefetching((job, index)):
-                continue
-            if not self._buffer_pool.has_idle_buffer():
-                return False
-            self._buffer_pool.prefetch(*self._requests(job, index))
-        return self._buffer_pool.has_idle_buffer()
+        self._buffer_pool.write_back(writes)
 
     def _bind_weights(
         self,
@@ -406,65 +294,125 @@ class DiskParamBlock(ParamBlock):
                 wide, weights = weights.view(here.dtype), io_buffer.take(nbytes, at)
         yield Write(weights, home, at)
         if s.form is None:
-            proxy.data = update_block.shape(weights, s.like())
+            proxy.data = update_block.shape(weights, self._like[k])
             return
         low = None
         if lower is not None:
-            low = io_buffer.part((k, _LOWER))
-            yield Write(low, lower, at)
+            yield (part := io_buffer.part((k, _LOWER)))
+            low = part.source.view(torch.int16)
         upper = weights.view(s.dtype)
-        like = s.like() if update_block.end is None else torch.empty(upper.shape, dtype=s.full_dtype, device="meta")
+        like = (
+            self._like[k] if update_block.end is None else torch.empty(upper.shape, dtype=s.full_dtype, device="meta")
+        )
         proxy.data = torch.zeros((), dtype=like.dtype).expand(like.shape)
-        low = None if low is None else low.view(torch.int16)
         encoded[k] = EncodedWeights(s, upper, low, like, job.step, update_block.begin, wide)
 
     def _gradient(
-        self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer
-    ) -> tuple[Tensor, list[Write]]:
-        """The gradient of one parameter in memory, and the writes to do after the update."""
+        self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer, writes: list[Write]
+    ) -> Tensor:
+        """The gradient of one parameter in memory; adds what is to be written after the update."""
         s, gradient = self.slices[k], job.gradients[k]
         assert gradient is not None
         if gradient.is_sparse:
-            return gradient, []
+            return gradient
         coefficient = job.coefficient_on(torch.device("cpu"))  # that of a device, where norms were computed
-        offset, nbytes = update_block.span(gradient.nbytes, gradient.element_size())
-        place, rounded = self._gradient_file_offset(s, gradient), gradient.dtype != s.full_dtype
-        stored = bytes_of(gradient)[offset : offset + nbytes] if place is None else io_buffer.part((k, None))
-        values, writes = stored.view(gradient.dtype), []
+        part = None if job.gradient_places[k] is None else io_buffer.part((k, None))
+        if part is None:
+            offset, nbytes = update_block.span(gradient.nbytes, gradient.element_size())
+            stored = bytes_of(gradient)[offset : offset + nbytes].view(gradient.dtype)
+        else:
+            stored = part.source.view(gradient.dtype)
+        values, rounded = stored, gradient.dtype != s.full_dtype
         if rounded:
             # Clipped in the parameter's type, from what is stored: it is not rounded again before its use.
             values = io_buffer.take(values.numel() * s.full_dtype.itemsize).view(s.full_dtype).copy_(values)
-        if coefficient is not None and (rounded or place is not None):
+        if coefficient is not None and (rounded or part is not None):
             values.mul_(coefficient)
-            if place is not None and s.parameter.grad is gradient:
+            if part is not None and s.parameter.grad is gradient:
                 # A gradient that is not zeroed stays clipped, as after clip_grad_norm_.
-                source = bytes_of(values.to(gradient.dtype)) if rounded else stored
-                writes.append(Write(source, place[0], place[1] + offset))
-        return update_block.shape(values, s.like()), writes
+                writes.append(part)
+                if rounded:
+                    stored.copy_(values)
+        return update_block.shape(values, self._like[k])
 
-    def _bind_states(self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer) -> None:
-        """Points the states of one parameter at memory; there are none yet before its first update."""
+    def _bind_states(self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer) -> dict[str, Tensor]:
+        """Points the states of one parameter at memory, and returns them; none before its first update."""
         assert self.optimizer is not None
         state, before = self.optimizer.state[self.proxies[k]], job.states_before[k]
         state.clear()
-        if before is not None:
-            state.update(copy_unstored(before))
-            state.update(self.state_files.in_buffer(k, update_block, io_buffer))
+        if before is None:
+            return {}
+        places = self._places[k].items()
+        bound = {key: update_block.shape(io_buffer.part((k, key)).source, place.view) for key, place in places}
+        state.update(copied(before))
+        state.update(bound)
+        return bound
 
-    def _restore_views(self, k: int) -> None:
-        """Parameter and states are views of their files again; states that only an I/O buffer holds are dropped."""
-        assert self.optimizer is not None
-        proxy, state = self.proxies[k], self.optimizer.state[self.proxies[k]]
-        proxy.grad = None
-        proxy.data = self.at_rest(self.slices[k])
-        self.state_files.show(k, state)
+    def _restore_views(self, k: int, state: dict[str, Any]) -> None:
+        """The states of a parameter are views of their files again, and its proxy has no memory."""
+        self.proxies[k].grad = None
+        self.proxies[k].data = self._blank[k]
+        for key, place in self._places[k].items():
+            state[key] = place.view
+
+    def _state_writes(
+        self, states: States, update_block: UpdateBlock, in_place: Mapping[int, Mapping[str, Write]]
+    ) -> list[Write]:
+        """The writes of the states of some parameters: of all elements, or of those of a block.
+
+        ``in_place``: for each of them, the states that are where they were read. Others are written to the places that
+        they have, or to one new block; places of no state are forgotten. Raises OSError if the storage is full,
+        TypeError for states unfit for a file.
+        """
+        moved: list[tuple[int, str, Tensor]] = []
+        new: list[tuple[int, str, int, Tensor]] = []
+        end, whole = 0, update_block.end is None
+        for k, known in in_place.items():
+            places = self._places[k]
+            for key in [key for key in places if key not in known and not is_stored(states[k].get(key))]:
+                del places[key]
+            for key, value in states[k].items():
+                if key in known or not is_stored(value):
+                    continue
+                if type(value) not in (Tensor, torch.nn.Parameter):
+                    raise TypeError(
+                        f"{self.factory.kind.__name__} keeps state {key!r} of parameter {self.slices[k].name} as "
+                        f"{type(value).__name__}, which cannot be stored in a file; use homes in host memory "
+                        f"(offload_device='cpu'), or a class whose states are plain tensors"
+                    )
+                moved.append((k, key, value))
+                like = torch.empty_like(value, device="meta") if whole else self._whole_state(k, key, value)
+                place = places.get(key)
+                if place is not None and (place.view.dtype, place.view.shape) == (like.dtype, like.shape):
+                    continue
+                if like.nbytes > PAGE_BYTES:
+                    end = whole_pages(end)  # large states begin on a page, so that a disk can transfer whole pages
+                new.append((k, key, end, like))
+                end += aligned(like.nbytes)
+        if new:
+            block = self._tier.allocate(end, f"shard{self.shard.index}-states", cyclic=True)
+            for k, key, offset, like in new:
+                self._places[k][key] = StateFile.at(block, offset, like)
+        writes = [part for parts in in_place.values() for part in parts.values()]
+        for k, key, value in moved:
+            place = self._places[k][key]
+            if whole and value.stride() != place.view.stride():
+                value = torch.empty_strided(value.shape, place.view.stride(), dtype=value.dtype).copy_(value)
+            writes.append(Write(bytes_of(value), place.block, place.offset + place.span(key, update_block)[0]))
+        return writes
+
+    def _whole_state(self, k: int, key: str, part: Tensor) -> Tensor:
+        """Type and layout of the state of which ``part`` belongs to a block of the parameter."""
+        s, per = self.slices[k], elements_per_entry(key)
+        if per == 1:
+            return torch.empty_strided(s.parameter.shape, s.stride, dtype=part.dtype, device="meta")
+        return torch.empty(-(-s.parameter.numel() // per), dtype=part.dtype, device="meta")
 
     def _store_all_states(self) -> None:
         """Writes all states to files, in one block."""
         states = self.states()
-        self.state_files.allocate(states, range(len(states)), UpdateBlock())
+        for write in self._state_writes(states, UpdateBlock(), {k: {} for k in range(len(states))}):
+            write.run()
         for k, state in enumerate(states):
-            for write in self.state_files.writes(k, state, UpdateBlock()):
-                write_together([write])
             if state:
-                self._restore_views(k)
+                self._restore_views(k, state)

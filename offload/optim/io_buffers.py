@@ -16,7 +16,7 @@ Guarantees
     * :meth:`IOBufferPool.prepare` returns an I/O buffer that holds everything that was requested. Unused prefetches are
       discarded. An I/O buffer is filled only after everything written from it is in its file.
     * After :meth:`IOBufferPool.wait_idle` no transfer is running. A failed write is not lost: its bytes are copied to
-      memory of their own, and its owner is told that it failed.
+      memory of their own, and its owner sees that it is not :attr:`Write.written`.
 
 Assumes
     * Prefetched ranges are written by no other code before their use: they belong to an update that is pending.
@@ -24,9 +24,8 @@ Assumes
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -41,14 +40,12 @@ from pipe.threads import Future, Threads
 __all__ = [
     "IO_BUFFERS",
     "MOST_STATES",
+    "Blocks",
     "IOBuffer",
     "IOBufferPool",
     "Read",
     "UpdateBlock",
     "Write",
-    "buffer_pool_bytes",
-    "contiguous",
-    "write_together",
 ]
 
 
@@ -80,12 +77,24 @@ class Write:
     source: Tensor
     block: Block
     offset: int
+    #: Whether they are known to be there.
+    written: bool = False
 
     @property
     def nbytes(self) -> int:
         """Number of bytes."""
         return self.source.numel()
 
+    def run(self) -> None:
+        """Writes them, on the calling thread."""
+        self.block.write(self.source, self.offset)
+        self.written = True
+
+
+#: Returns what a block reads, and bytes for its other parts.
+Requests = Callable[[], tuple[Sequence[Read], int]]
+#: Blocks to come, each with a key.
+Blocks = Iterable[tuple[Hashable, Requests]]
 
 P = TypeVar("P", Read, Write)
 
@@ -120,15 +129,10 @@ def _span_bytes(group: Sequence[Read | Write]) -> int:
     return group[-1].offset + group[-1].nbytes - group[0].offset
 
 
-def write_together(group: Sequence[Write]) -> None:
-    """Writes a group of :func:`contiguous`, with the padding in between, which is never read."""
+def _write_together(group: Sequence[Write]) -> None:
+    """Writes what is adjacent both in its block and in memory, with the padding in between, which is never read."""
     first = group[0]
     first.block.write(first.source.as_strided((_span_bytes(group),), (1,)), first.offset)
-
-
-def contiguous(writes: Sequence[Write]) -> Iterator[list[Write]]:
-    """Groups writes that are adjacent both in their block and in memory."""
-    return _runs(writes, _contiguous)
 
 
 @dataclass(frozen=True)
@@ -159,33 +163,16 @@ IO_BUFFERS = 3
 MOST_STATES = 3
 
 
-def buffer_pool_bytes(
-    update_block_bytes: int, share: float = 1.0, *, states: int = MOST_STATES, rounded: bool = True
-) -> int:
-    """Most bytes that all I/O buffers take, for blocks of so many bytes of weights.
-
-    Args:
-        update_block_bytes: of weights, and of their gradient in full.
-        share: the bytes of a stored state for each byte of the parameter.
-        states: their number.
-        rounded: whether gradients may be stored in another type, which takes as many bytes at most.
-    """
-    state_bytes = math.ceil(share * update_block_bytes) + (1 if share == 1 else 2) * PAGE_BYTES  # codes and scales
-    return IO_BUFFERS * ((3 if rounded else 2) * (update_block_bytes + PAGE_BYTES) + states * state_bytes)
-
-
 class IOBuffer:
     """Memory of one block. A part has the same offset within its page as in the file, so direct I/O needs no copy."""
 
     def __init__(self) -> None:
         self._memory = host_buffer(0)
         self._used = 0
-        self._parts: dict[Hashable, Tensor] = {}
-        #: The running transfers; and of writes, the groups of those that were submitted, and what is told of them.
-        self._jobs: list[Future[None]] = []
-        self._moves: Sequence[Write] = ()
-        self._groups: list[list[Write]] = []
-        self._arrived: Callable[[Sequence[Write]], None] | None = None
+        self._parts: dict[Hashable, Write] = {}
+        #: The running reads; and writes, with what each one moves.
+        self._reads: list[Future[None]] = []
+        self._writes: list[tuple[list[Write], Future[None]]] = []
         #: Key of the block that it holds; None if it is idle.
         self.update_block: Hashable = None
         #: Bytes read for this block.
@@ -204,67 +191,63 @@ class IOBuffer:
             begin = group[0].offset
             whole = self.take(_span_bytes(group), begin)
             for read in group:
-                self._parts[read.name] = whole[read.offset - begin : read.offset - begin + read.nbytes]
+                part = whole[read.offset - begin : read.offset - begin + read.nbytes]
+                self._parts[read.name] = Write(part, read.block, read.offset)
                 self.bytes_read += read.nbytes
-            self._jobs.append(io_threads.offer(partial(group[0].block.read_into, whole, begin)))
+            self._reads.append(io_threads.offer(partial(group[0].block.read_into, whole, begin)))
 
     def wait(self) -> None:
         """Waits for the reads; raises their exception."""
-        for job in self._jobs:
+        for job in self._reads:
             # Reader -> update lane. Without this, moments and gradients are those of the block before.
             job.run_or_wait()
-        self._jobs.clear()
+        self._reads.clear()
 
-    def write(self, moves: Sequence[Write], arrived: Callable[[Sequence[Write]], None], io_threads: Threads) -> None:
+    def write(self, writes: Sequence[Write], io_threads: Threads) -> None:
         """Begins to write; :meth:`collect` has to follow."""
-        self._moves, self._arrived = [*moves], arrived
-        for group in contiguous(moves):
-            self._jobs.append(io_threads.offer(partial(write_together, group)))
-            self._groups.append(group)
+        groups = _runs(writes, _contiguous)
+        self._writes = [(group, io_threads.offer(partial(_write_together, group))) for group in groups]
 
     @property
     def written(self) -> bool:
         """Whether all of the writes are complete."""
-        given = sum(map(len, self._groups))
-        return given == len(self._moves) and all(job.returned for job in self._jobs)
+        return all(job.returned for _, job in self._writes)
 
     def collect(self) -> None:
-        """Returns when none of the writes is running; raises the exception of one."""
-        done: list[Write] = []
-        try:
-            for group, job in zip(self._groups, self._jobs, strict=False):
+        """Returns when none of the writes is running. Raises the exception of one, whose bytes have memory of their own
+        then: the I/O buffer and the slot are about to be reused."""
+        errors: list[BaseException] = []
+        for group, job in self._writes:
+            try:
                 # Writer -> update lane. Without this, the I/O buffer is filled again while it is being written.
                 job.run_or_wait()
-                done += group
-        finally:
-            self._cancel()
-            for move in self._moves:
-                if move not in done:
-                    move.source = move.source.clone()  # the I/O buffer and the slot are about to be reused
-            if self._arrived is not None:
-                self._arrived(done)
+                for write in group:
+                    write.written = True
+            except BaseException as error:
+                errors.append(error)
+                for write in group:
+                    write.source = write.source.clone()
+        self._writes = []
+        if errors:
+            raise errors[0]
 
     def clear(self) -> None:
-        """Forgets the parts. Returns when no transfer is running."""
-        self._cancel()
-        self._moves, self._groups, self._arrived = (), [], None
+        """Forgets the parts. Returns when nothing is read into it."""
+        for job in self._reads:
+            # Without this, a discarded prefetch overwrites the next block.
+            job.cancel()
+        self._reads.clear()
         self._parts.clear()
         self._used = self.bytes_read = 0
         self.update_block = None
-
-    def _cancel(self) -> None:
-        for job in self._jobs:
-            # Without this, a discarded prefetch overwrites the next block, and a failed write goes on.
-            job.cancel()
-        self._jobs.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of its memory."""
         return self._memory.numel()
 
-    def part(self, name: Hashable) -> Tensor:
-        """The bytes of the read of that name; flat, uint8."""
+    def part(self, name: Hashable) -> Write:
+        """The bytes of the read of that name, to be written back where they are from."""
         return self._parts[name]
 
     def read(self, read: Read) -> Tensor:
@@ -297,22 +280,12 @@ class IOBufferPool:
         """Bytes of all I/O buffers when each has held the largest block so far; 0 before the first one."""
         return IO_BUFFERS * self._largest
 
-    def has_idle_buffer(self) -> bool:
-        """Reclaims I/O buffers whose writes are complete; returns whether one more block can be prefetched."""
-        while self._writing and self._writing[0].written:
-            self._finish_oldest()
-        return bool(self._idle)
-
     def free_memory(self) -> None:
         """Frees the memory of idle I/O buffers."""
         self._idle = [IOBuffer() for _ in self._idle]
 
-    def is_prefetching(self, update_block: Hashable) -> bool:
-        """Whether a block is being prefetched."""
-        return any(io_buffer.update_block == update_block for io_buffer in self._prefetched)
-
-    def prepare(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int) -> IOBuffer:
-        """The I/O buffer with all of ``reads``, and memory for ``spare_bytes`` more.
+    def prepare(self, update_block: Hashable, requests: Requests) -> IOBuffer:
+        """The I/O buffer with all that a block needs.
 
         Raises OSError if they cannot be read, or an earlier block whose I/O buffer is needed cannot be written.
         """
@@ -324,22 +297,34 @@ class IOBufferPool:
                 self._recycle(self._prefetched.pop())
             while not self._idle:
                 self._finish_oldest()
-            self.prefetch(update_block, reads, spare_bytes)
+            self._fill(update_block, requests)
         self._current = self._prefetched.popleft()
         self._current.wait()
         return self._current
 
-    def prefetch(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int) -> None:
-        """Begins to read for a later :meth:`prepare`, in the order of these calls. Needs an idle I/O buffer."""
+    def prefetch(self, update_blocks: Blocks) -> None:
+        """Begins to read as many blocks as there are idle I/O buffers, for a later :meth:`prepare` in this order."""
+        under_way = [io_buffer.update_block for io_buffer in self._prefetched]
+        for update_block, requests in update_blocks:
+            if update_block in under_way:
+                continue
+            while self._writing and self._writing[0].written:
+                self._finish_oldest()
+            if not self._idle:
+                return
+            self._fill(update_block, requests)
+
+    def _fill(self, update_block: Hashable, requests: Requests) -> None:
+        reads, spare_bytes = requests()
         self._prefetched.append(self._idle.pop())
         self._prefetched[-1].prepare(update_block, reads, spare_bytes, self._io_threads)
 
-    def write_back(self, moves: Sequence[Write], arrived: Callable[[Sequence[Write]], None]) -> None:
-        """Begins to write the current I/O buffer. ``arrived`` gets the successful moves, on this lane."""
+    def write_back(self, writes: Sequence[Write]) -> None:
+        """Begins to write from the current I/O buffer."""
         io_buffer, self._current = self._current, None
         assert io_buffer is not None
-        self._writing.append(io_buffer)  # first: moves that are not submitted are not lost either
-        io_buffer.write(moves, arrived, self._io_threads)
+        io_buffer.write(writes, self._io_threads)
+        self._writing.append(io_buffer)
 
     def wait_idle(self) -> None:
         """Returns when no write is running.

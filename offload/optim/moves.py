@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,14 +19,13 @@ from offload.optim.disk_update import DiskParamBlock
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock
 from offload.optim.update_blocks import StoredStates, update_block_bytes
-from offload.storage import Block, DeviceTier, Tier
+from offload.storage import DeviceTier, Tier
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.engine.homes import ModelHomes
-    from offload.optim.resident import ResidentParameters
 
 __all__ = ["MovableStates"]
 
@@ -58,8 +58,8 @@ class MovableStates(Optimizer):
     stored: StoredStates
     #: Of each shard, for the parameters of this optimizer.
     param_blocks: dict[Shard, list[ParamBlock]]
-    #: Those that stay on the compute device.
-    _resident: ResidentParameters
+    #: Of parameters that stay on the compute device.
+    resident_blocks: list[ParamBlock]
 
     @abstractmethod
     def options(self) -> list[dict[str, Any]]:
@@ -84,7 +84,8 @@ class MovableStates(Optimizer):
     def make_param_blocks(self, shard: Shard, slices: Sequence[Slice], group: int, tier: Tier) -> list[ParamBlock]:
         """New param blocks of parameters of one shard and one group, whose states are stored in ``tier``."""
         if not tier.blocking_io:
-            return [HostParamBlock(shard, slices, group, self.factory)] if slices else []
+            device = tier.device if isinstance(tier, DeviceTier) else torch.device("cpu")
+            return [HostParamBlock(shard, slices, group, self.factory, device)] if slices else []
         most = self.update_block_bytes
         return [
             DiskParamBlock(shard, part, group, self.factory, tier, self.buffer_pool, most)
@@ -92,11 +93,8 @@ class MovableStates(Optimizer):
         ]
 
     def reserve_buffers(self) -> None:
-        """Notes the bytes of buffers of updates in files; frees them if no shard needs them."""
-        if any(shard.blocking_io for shard in self.homes.shards):
-            self.homes.steps.reserve(self, self.stored.buffer_bytes(self.update_block_bytes))
-        else:
-            self.homes.steps.reserve(self, 0)
+        """Frees the buffers of updates in files if no shard needs them."""
+        if not any(shard.blocking_io for shard in self.homes.shards):
             self.buffer_pool.free_memory()
 
     def buffer_bytes(self, spare_bytes: float | None = None) -> int:
@@ -118,7 +116,7 @@ class MovableStates(Optimizer):
 
     def resident_state_bytes(self) -> int:
         """Bytes of the states of parameters that stay on the compute device; 0 before their first update."""
-        return _nbytes(self._state_tensors(self._resident.blocks))
+        return _nbytes(self._state_tensors(self.resident_blocks))
 
     def states_in_use(self, shard: Shard) -> bool:
         """Whether other code has views of the states of a shard, besides the tensors themselves."""
@@ -135,36 +133,29 @@ class MovableStates(Optimizer):
             for state in param_block.states():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def prepare_move(
-        self, shard: Shard, tier: Tier, home: Block
-    ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
+    def prepare_move(self, shard: Shard, tier: Tier) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
         """Copies the states of a shard to ``tier``.
 
-        ``home``: where the weights will be. Returns the tensors that move, each with its new memory; and what ends the
-        move after they got it (idempotent). Between devices states are copied, as by ``load_state_dict()``: which of
-        them are on which device is the class's to decide.
+        Returns the tensors that move, each with its new memory; and what ends the move after they got it (idempotent).
+        Between devices states are copied, as by ``load_state_dict()``: which of them are on which device is the class's
+        to decide.
         """
         crosses = isinstance(tier, DeviceTier) or isinstance(shard.tier, DeviceTier)
         old, options = self.param_blocks.get(shard, []), self.options()
         new: list[ParamBlock] = []
-        stay = tier.blocking_io or crosses
-        moved = [] if stay else [pair for block in old for pair in block.states_in_memory()]
+        moved: list[tuple[Tensor, Tensor]] = []
+        if not (tier.blocking_io or crosses):
+            moved += [pair for block in old for pair in block.states_in_memory()]
         for group in dict.fromkeys(block.group for block in old):
             members = [block for block in old if block.group == group]
+            made = any(member.optimizer is not None for member in members)
             states = {s: state for block in members for s, state in zip(block.slices, block.states(), strict=True)}
             for block in self.make_param_blocks(shard, [s for s in shard.own if s in states], group, tier):
-                pairs = zip(block.slices, block.proxies, strict=True)
-                views = [(proxy, s.view(home.tensor)) for s, proxy in pairs if s.form is None]
                 mine = [states[s] for s in block.slices]
-                made = any(member.optimizer is not None for member in members)
-                if crosses:
-                    for proxy, view in views:
-                        proxy.data = view
-                    if made:
-                        block.load_states(mine, options)
+                if made and crosses:
+                    block.load_states(mine, options)
                 elif made:
                     moved += block.adopt_states(mine, options)
-                moved += views
                 new.append(block)
 
         def commit() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +24,15 @@ from offload.optim.groups import (
 )
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.moves import MovableStates
-from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
-from offload.optim.resident import ResidentParameters
-from offload.optim.state_forms import form_of, hold_state_dict, release
+from offload.optim.param_block import OptimizerFactory, ParamBlock, ResidentParamBlock, UpdateJob
+from offload.optim.state_forms import check_stored, form_of
 from offload.optim.update import InBackward, StepDecision, Update
 from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes
 from offload.storage.buffer import has_own_memory, on_own_storages
 from offload.streaming.grad_norm import attached_norm, norms_of, total_norm
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
+from offload.streaming.quantised import is_taken_apart
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.recompute.thread_state import restores_thread_state
@@ -120,7 +119,8 @@ class OffloadOptimizer(MovableStates):
         check_choices(optimizer_class, max_norm, update_in_backward)
         self.max_norm = max_norm
         self.update_in_backward = update_in_backward
-        self._steps = 0
+        #: Number of steps.
+        self.steps = 0
         #: A step whose call has raised although it is decided: repeating the call only ends it.
         self._raised: StepDecision | None = None
         #: Global norm of the gradients at the last step, before clipping; None without ``max_norm``.
@@ -148,8 +148,12 @@ class OffloadOptimizer(MovableStates):
         self._filler = Threads(1, "offload-filler")
         self.factory = OptimizerFactory(optimizer_class, optimizer_kwargs, form_of(states))
         self.param_blocks = {}
-        resident = [*homes.outside, *(s.parameter for s in (homes.resident.own if homes.resident is not None else ()))]
-        self._resident = ResidentParameters(resident, self.factory, threads_of_updates(model.device))
+        resident = [*homes.outside, *(() if homes.resident is None else [s.parameter for s in homes.resident.own])]
+        #: Parameters that stay on the compute device; those that are taken apart are frozen.
+        self._resident = [p for p in resident if not is_taken_apart(p)]
+        self.resident_blocks = []
+        #: Computes updates that run at once, on the stream of the caller: an interrupt cannot stop one half-way.
+        self._thread_at_once = Threads(1, "offload-resident", operation_threads=threads_of_updates(model.device))
         self.in_backward = InBackward(self) if update_in_backward else None
         self._group_changes = GroupChanges(optimizer_class)
         #: Whether it is known that the class runs a closure before it updates.
@@ -170,7 +174,9 @@ class OffloadOptimizer(MovableStates):
             slices = [s for s in shard.own if self.homes.public.of(s) in members]
             tier = shard.tier or self.homes.tier
             self.param_blocks.setdefault(shard, []).extend(self.make_param_blocks(shard, slices, index, tier))
-        self._resident.add_group({self.homes.public.stored(p) for p in members}, index)
+        stored = {self.homes.public.stored(p) for p in members}
+        if resident := [p for p in self._resident if p in stored]:
+            self.resident_blocks.append(ResidentParamBlock(resident, index, self.factory))
         if self._states_at_once:
             for param_block in self._all_param_blocks():
                 param_block.prepare(self.options())
@@ -232,17 +238,16 @@ class OffloadOptimizer(MovableStates):
         updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order if shard not in there)
         decided = [(shard, update) for shard, update in updates if update is not None]
         resting = itertools.chain.from_iterable(self.param_blocks[shard] for shard in in_order if shard in there)
-        resident = self._jobs([*self._resident.blocks, *resting], options, coefficient)
-        run_resident = partial(self._resident.run, resident, self._finish_job)
-        decision = StepDecision(self, decided, resident, run_resident, options)
+        at_once_jobs = self._jobs([*self.resident_blocks, *resting], options, coefficient)
+        decision = StepDecision(self, decided, at_once_jobs, self._thread_at_once, self._finish_job, options)
         if not self.steps:
             # Without this, free memory would stay beside the states that are made now, of which no plan knows yet.
             return_freed_memory()
         try:
             try:
-                run_resident()
+                decision.run_at_once()
             except BaseException:
-                self._resident.wait_idle()
+                self._thread_at_once.wait_idle()
                 if decision.begun:
                     # A step is applied as a whole: updates that began are finished, the others follow.
                     self._decide(decision)
@@ -257,8 +262,8 @@ class OffloadOptimizer(MovableStates):
     def _held_elsewhere(self) -> bool:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
         references = self._optimizers.references(self)
-        held = self.homes.public.held_elsewhere(*references)
-        return self.homes.references.held_elsewhere(*references) if held is None else held
+        held = self.homes.public.held_elsewhere(references)
+        return self.homes.references.held_elsewhere(references) if held is None else held
 
     def _decide(self, decision: StepDecision) -> None:
         """Makes all updates pending, even if an exception interrupts it: it is repeated before homes are used."""
@@ -293,19 +298,9 @@ class OffloadOptimizer(MovableStates):
         self.homes.public.drop_sums(p for group in self.param_groups for p in group["params"])
         self._raised = None
 
-    @property
-    def steps(self) -> int:
-        """Number of steps. One that raised counts as soon as all of it is applied."""
-        raised = self._raised
-        return self._steps if raised is None or raised.done else raised.number - 1
-
-    @steps.setter
-    def steps(self, number: int) -> None:
-        self._steps, self._raised = number, None
-
     def count_step(self, number: int) -> None:
         """Counts the step of this number, which is decided."""
-        self._steps = number
+        self.steps = number
         if self.in_backward is not None:
             self.in_backward.close()
 
@@ -356,8 +351,15 @@ class OffloadOptimizer(MovableStates):
         """Loads a ``state_dict()`` of this optimizer, or of the plain one; the tensors are copied."""
         self._check_idle()
         self._synchronize()
-        super().load_state_dict(hold_state_dict(state_dict, self.param_groups))
-        self.state.update((p, release(state)) for p, state in self.state.items())
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        states = {p: state_dict["state"].get(n, {}) for n, p in zip(numbers, parameters, strict=False)}
+        for parameter, state in states.items():
+            check_stored(state, parameter)
+        # Without the states, which torch would cast, also those that are stored in a form; it refuses other groups.
+        super().load_state_dict({**state_dict, "state": {}})
+        self._raised = None
+        self.state.update(states)
         if self._rounds_weights():
             self.steps = state_dict.get("steps", self.steps)
         for group in self.param_groups:
@@ -383,7 +385,7 @@ class OffloadOptimizer(MovableStates):
         raise TypeError("cannot copy or pickle an OffloadOptimizer, since it belongs to its model; use state_dict()")
 
     def _all_param_blocks(self) -> Iterator[ParamBlock]:
-        return itertools.chain(itertools.chain.from_iterable(self.param_blocks.values()), self._resident.blocks)
+        return itertools.chain(itertools.chain.from_iterable(self.param_blocks.values()), self.resident_blocks)
 
     def options(self) -> list[dict[str, Any]]:
         """A copy of the hyperparameters of all groups."""
@@ -439,7 +441,9 @@ class OffloadOptimizer(MovableStates):
     ) -> list[UpdateJob]:
         jobs = []
         for param_block in param_blocks:
-            gradients: list[Tensor | None] = [kept.get(s, s.parameter.grad) for s in param_block.slices]
+            gradients: list[Tensor | None] = [s.parameter.grad for s in param_block.slices]
+            if kept:
+                gradients = [kept.get(s, stored) for s, stored in zip(param_block.slices, gradients, strict=True)]
             if any(gradient is not None for gradient in gradients):
                 jobs.append(job := UpdateJob(param_block, gradients, options, coefficient, self.steps + 1))
                 if job.sparse:
@@ -472,6 +476,7 @@ class OffloadOptimizer(MovableStates):
             self.homes.meter,
             in_slot=shard.blocking_io and not has_own_memory(self.homes.device),
             io_threads=self._filler,
+            buffer_pool=self.buffer_pool,
             finished=finished,
         )
 

@@ -20,16 +20,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.optim.groups import copied_options, options_of, same_option
-from offload.optim.io_buffers import UpdateBlock, Write
-from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, release, step_encoded
+from offload.optim.io_buffers import Blocks, UpdateBlock, Write
+from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, step_encoded
+from offload.storage import Block
 from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
-from offload.streaming.formed_weights import formed_values, lower_part
+from offload.streaming.quantised import StoredTensor
 from offload.streaming.shard import Shard
-from offload.streaming.slices import Slice
+from offload.streaming.slices import Slice, layout
+from offload.streaming.stored_values import StoredValues
 from pipe.torch_private.tensors import multiply_all
 
-__all__ = ["ELEMENTWISE", "HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
+__all__ = [
+    "ELEMENTWISE",
+    "HostParamBlock",
+    "OptimizerFactory",
+    "ParamBlock",
+    "PartialUpdateError",
+    "ResidentParamBlock",
+    "UpdateJob",
+]
 
 #: Classes with a fused kernel for the CPU whose result agrees with the plain one to rounding. Not SGD: its plain update
 #: is bound by memory already, and stays bit-equal to that of a resident model.
@@ -92,12 +102,13 @@ class UpdateJob:
     step: int = 0
     #: Whether the gradients are multiplied by the coefficient already.
     scaled: bool = False
-    #: In files: its blocks, empty before its first use; how many of them are computed; the states before the step that
-    #: are not in files; and moves that are computed but not known to be written.
+    #: In files: its blocks, empty before its first use; how many of them are computed; where each gradient is, if it is
+    #: in a file; the states before the step that are not in files; and what it has to write.
     update_blocks: list[UpdateBlock] = field(default_factory=list)
     blocks_done: int = 0
+    gradient_places: list[tuple[Block, int] | None] = field(default_factory=list)
     states_before: list[dict[str, Any] | None] = field(default_factory=list)
-    unwritten: list[Write] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
     #: What the class changed in its group, such as a count of steps; None before it has run.
     group_changes: dict[str, Any] | None = None
     #: Bytes read from files, and written to them.
@@ -130,16 +141,27 @@ class UpdateJob:
         """Whether a gradient is sparse."""
         return any(gradient is not None and gradient.is_sparse for gradient in self.gradients)
 
-    def mark_written(self, moves: Sequence[Write]) -> None:
-        """Removes completed moves from ``unwritten``."""
-        self.bytes_written += sum(move.source.numel() for move in moves)
-        self.unwritten = [move for move in self.unwritten if move not in moves]
+    @property
+    def unwritten(self) -> list[Write]:
+        """What is computed but not known to be written."""
+        self.writes = [write for write in self.writes if not write.written]
+        return self.writes
 
 
 class ParamBlock(ABC):
-    """Parameters ``slices`` of ``shard``, all of the user's group with the index ``group``."""
+    """Parameters ``slices`` of ``shard``, all of the user's group with the index ``group``.
 
-    def __init__(self, shard: Shard, slices: Sequence[Slice], group: int, factory: OptimizerFactory) -> None:
+    ``device``: where they are updated; None: where they are.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        slices: Sequence[Slice],
+        group: int,
+        factory: OptimizerFactory,
+        device: torch.device | None = None,
+    ) -> None:
         self.shard = shard
         self.slices = list(slices)
         self.group = group
@@ -150,12 +172,20 @@ class ParamBlock(ABC):
         self._parts_done = 0
         #: Why it cannot be updated any more.
         self.stopped: PartialUpdateError | None = None
-        #: Leaves that share memory with the parameters' homes, but neither gradients nor version counters. Of a
-        #: parameter that is stored in a form: type and shape only, until an update decodes it.
-        self.proxies = [self.at_rest(s) for s in self.slices]
+        #: Values of the types and shapes of the parameters, in the memory of one element.
+        self._blank = [
+            torch.zeros((), dtype=s.full_dtype, device=device or s.parameter.device).expand(s.parameter.shape)
+            for s in self.slices
+        ]
+        #: What the optimizer takes for the parameters; blank except in an update.
+        self.proxies = [blank.detach() for blank in self._blank]
         form = factory.form
-        #: Positions of the parameters whose states are stored in the form.
-        self.encoded = {k for k, s in enumerate(self.slices) if form is not None and form.encodes(shard.whole_like(s))}
+        #: Positions of the parameters whose states are stored in the form. They are encoded on the host.
+        self.encoded = {
+            k
+            for k, s in enumerate(self.slices)
+            if form is not None and self.proxies[k].device.type == "cpu" and form.encodes(shard.whole_like(s))
+        }
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -163,36 +193,34 @@ class ParamBlock(ABC):
         return [s.parameter for s in self.slices]
 
     def at_rest(self, s: Slice) -> Tensor:
-        """The tensor that the proxy of a parameter refers to between updates."""
-        if s.form is None:
-            return self.shard.home_view(s).detach()
-        return torch.zeros((), dtype=s.full_dtype).expand(s.parameter.shape)
+        """The memory of a parameter between updates."""
+        return self.shard.memory_of(s)
 
-    @property
-    def home_views(self) -> int:
-        """The number of its tensors on the home of the shard."""
-        return sum(s.form is None for s in self.slices)
+    def _bind(self, *, decodes: bool = False) -> None:
+        """Gives proxies the memory of their parameters; and to those that are stored in a form a copy, if it
+        ``decodes``."""
+        for s, proxy in zip(self.slices, self.proxies, strict=True):
+            if s.form is None:
+                proxy.data = self.at_rest(s)
+            elif decodes:
+                proxy.data = StoredValues(self.shard, s).in_full()
 
-    @contextlib.contextmanager
-    def _values_for_constructor(self) -> Iterator[None]:
-        """A context in which proxies have their values, if the class may read them or make states like them."""
-        formed = [(s, p) for s, p in zip(self.slices, self.proxies, strict=True) if s.form is not None]
-        if self.factory.kind in ELEMENTWISE and self.factory.kind is not torch.optim.Adagrad:
-            formed = []
-        for s, p in formed:
-            p.data = formed_values(self.shard, s)
-        try:
-            yield
-        finally:
-            for s, p in formed:
-                p.data = self.at_rest(s)
+    def _unbind(self) -> None:
+        """Takes gradients and memory from the proxies: users may replace what parameters have, or move it."""
+        for proxy, blank in zip(self.proxies, self._blank, strict=True):
+            proxy.grad = None
+            proxy.data = blank
 
     def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
         """The optimizer, with its group among ``options``; without fused kernels if a gradient is ``sparse``."""
         chosen = dict(options[self.group]) if sparse else self.factory.options(options[self.group], self.proxies)
         if self.optimizer is None:
-            with self._values_for_constructor():
+            # A class may read the values, or make states like them. Those of torch do not read them.
+            self._bind(decodes=self.factory.kind not in ELEMENTWISE or self.factory.kind is torch.optim.Adagrad)
+            try:
                 self.optimizer = self.factory.kind([{**chosen, "params": self.proxies}], **self.factory.arguments)
+            finally:
+                self._unbind()
             self._encode_states()
         # Copies, since param blocks share a group, and a class may write into its values.
         self.optimizer.param_groups[0].update(copied_options(chosen))
@@ -282,15 +310,15 @@ class ParamBlock(ABC):
         try:
             optimizer = self.prepare(options)
             saved = optimizer.state_dict()
-            saved["state"] = {}
+            saved["state"], kept = {}, dict[int, dict[str, Tensor]]()
             for k, (state, proxy) in enumerate(zip(states, self.proxies, strict=True)):
                 if state:
                     mine = {key: self._copied(value) for key, value in state.items()}
-                    saved["state"][k] = fitting_form(mine, proxy, self.factory.form if k in self.encoded else None)
+                    form = self.factory.form if k in self.encoded else None
+                    saved["state"][k], kept[k] = fitting_form(mine, proxy, form)
             optimizer.load_state_dict(saved)
-            for proxy in self.proxies:
-                if proxy in optimizer.state:
-                    optimizer.state[proxy] = release(optimizer.state[proxy])
+            for k, stored in kept.items():
+                optimizer.state[self.proxies[k]].update(stored)
             self._encode_states()
         except BaseException:
             self.optimizer = previous
@@ -315,34 +343,29 @@ class ParamBlock(ABC):
     def _copied(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def flush(self, job: UpdateJob) -> None:  # noqa: B027
-        """Returns when everything computed is stored; failed writes are repeated. Nothing to do in memory."""
-
-    def cancel_prefetch(self) -> None:  # noqa: B027
-        """Returns when no transfer is running, successful or not."""
-
-    def prefetch(self, job: UpdateJob) -> bool:
-        """Begins to read what :meth:`run` will need; returns whether a buffer is left for more."""
-        return True
+    def to_read(self, job: UpdateJob) -> Blocks:
+        """The blocks that :meth:`run` will read."""
+        return ()
 
     @abstractmethod
-    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
-        """Updates the parameters; the last writes may still be running, until :meth:`flush`.
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
+        """Updates the parameters; the last writes may still be running.
 
-        ``slot`` is memory that already holds the shard's home, or None; ``upcoming`` returns the known next jobs.
+        ``slot`` is memory that already holds the shard's home, or None; ``upcoming`` returns what the next jobs read.
         """
 
 
 class HostParamBlock(ParamBlock):
     """A param block in memory: weights are updated where they rest, and states stay where torch made them."""
 
-    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
         """Updates the parameters in place."""
         self.prepare(job.options, sparse=job.sparse)
         pairs = zip(job.gradients, self.proxies, strict=True)
         gradients = [None if g is None else copied_to(g, p.device) for g, p in pairs]
         rounded = {k for k, g in enumerate(gradients) if g is not None and g.dtype != self.proxies[k].dtype}
         job.clip([g for k, g in enumerate(gradients) if g is not None and k not in rounded])
+        self._bind()
         try:
             with self._arithmetic():
                 encoded = self._encoded_weights(job)
@@ -357,8 +380,7 @@ class HostParamBlock(ParamBlock):
                         gradient.copy_(self._wide(job, k))  # it stays clipped as well
                 job.group_changes = self.group_changes()
         finally:
-            for proxy in self.proxies:
-                proxy.grad = None
+            self._unbind()
 
     def _parts(self, gradients: Sequence[Tensor | None], rounded: Collection[int]) -> list[list[int]]:
         """The parameters that are updated in one call each.
@@ -381,7 +403,19 @@ class HostParamBlock(ParamBlock):
 
     def _encoded_weights(self, job: UpdateJob) -> dict[int, EncodedWeights]:
         return {
-            k: EncodedWeights(s, in_order(self.shard.home_view(s)), lower_part(self.shard, s), s.like(), job.step)
+            k: EncodedWeights(s, in_order(self.shard.home_view(s)), self.shard.lower_view(s), s.like(), job.step)
             for k, s in enumerate(self.slices)
             if s.form is not None and job.gradients[k] is not None
         }
+
+
+class ResidentParamBlock(HostParamBlock):
+    """Parameters that stay on the compute device; users may replace their memory between updates."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: int, factory: OptimizerFactory) -> None:
+        slices, _ = layout(StoredTensor("", p) for p in parameters)
+        super().__init__(Shard(-1, 0, []), slices, group, factory)
+
+    def at_rest(self, s: Slice) -> Tensor:
+        """See :meth:`ParamBlock.at_rest`."""
+        return s.parameter.data

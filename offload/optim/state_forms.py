@@ -41,12 +41,12 @@ __all__ = [
     "LEAST_ELEMENTS",
     "EncodedWeights",
     "StateForm",
+    "check_stored",
+    "copied",
     "elements_per_entry",
     "fitting_form",
     "form_of",
-    "hold_state_dict",
     "in_full",
-    "release",
     "step_encoded",
 ]
 
@@ -93,9 +93,9 @@ class StateForm(ABC):
     def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
         """The names of the states of a parameter that are stored in this form."""
 
-    @abstractmethod
     def names(self, key: str) -> list[str]:
         """The names of the tensors that store a state."""
+        return [key]
 
     def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype) -> Tensor:
         """The elements ``part``, flat; valid until the thread decodes a state of this name again."""
@@ -123,28 +123,38 @@ class StateForm(ABC):
         state.update(known)
 
 
-class _Bfloat16(StateForm):
-    """States rounded to the nearest bfloat16."""
+class _OneTensor(StateForm):
+    """States in one tensor, as torch makes them."""
 
-    name, element_bytes = "bfloat16", 2
+    name, element_bytes = "full", math.inf
+    #: Of the tensor; None: the parameter's own.
+    dtype: torch.dtype | None = None
 
     def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
-        return {key: torch.empty(like.shape, dtype=torch.bfloat16)}
+        return {key: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)}
 
     def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
-        if parameter.dtype == torch.bfloat16:
-            return []  # states in full have this type
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        return [k for k, v in tensors.items() if v.dtype == torch.bfloat16 and v.shape == parameter.shape and v.dim()]
-
-    def names(self, key: str) -> list[str]:
-        return [key]
-
-    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        state[key].view(-1)[part] = values
+        return [key for key, value in state.items() if is_full(value, parameter, self.dtype)]
 
     def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        values.copy_(state[key].view(-1)[part])
+        values.copy_(in_order(state[key])[part])
+
+    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        place = in_order(state[key])[part]
+        if place.data_ptr() != values.data_ptr():
+            place.copy_(values)
+
+
+class _Bfloat16(_OneTensor):
+    """States rounded to the nearest bfloat16."""
+
+    name, element_bytes, dtype = "bfloat16", 2, torch.bfloat16
+
+    def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
+        return {key: torch.empty(like.shape, dtype=self.dtype)}
+
+    def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
+        return [] if parameter.dtype == self.dtype else super().keys(state, parameter)  # those in full have this type
 
 
 class _EightBits(StateForm):
@@ -173,30 +183,11 @@ class _EightBits(StateForm):
         return codes.view(-1)[part], scales[part.start // BLOCK : _scales_of(part.stop)]
 
 
-class _Full(StateForm):
-    """States as torch makes them: in the parameter's own type and layout; pieces of them are views."""
-
-    name, element_bytes = "full", math.inf
-
-    def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
-        return {key: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)}
-
-    def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
-        return [key for key, value in state.items() if is_full(value, parameter)]
-
-    def names(self, key: str) -> list[str]:
-        return [key]
+class _Full(_OneTensor):
+    """States in full, of which pieces are views."""
 
     def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype) -> Tensor:
         return in_order(state[key])[part]
-
-    def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        values.copy_(in_order(state[key])[part])
-
-    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        place = in_order(state[key])[part]
-        if place.data_ptr() != values.data_ptr():
-            place.copy_(values)
 
 
 #: States of parameters that are updated in pieces, and not encoded.
@@ -216,39 +207,10 @@ def form_of(states: Any) -> StateForm | None:
     return _FORMS[states]
 
 
-def is_full(value: Any, parameter: Tensor) -> bool:
-    """Whether a state has the type of its parameter, and an element for each of its elements."""
+def is_full(value: Any, parameter: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether a state has the type of its parameter, or the given one, and an element for each of its elements."""
     whole = isinstance(value, Tensor) and value.layout is torch.strided and value.shape == parameter.shape
-    return whole and value.dtype == parameter.dtype
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """Hides a stored state from ``load_state_dict`` of ``torch.optim``, which would cast a tensor."""
-
-    tensor: Tensor
-
-
-def hold(state: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """The states of a parameter for ``load_state_dict`` of ``torch.optim``, which these ``names`` pass unchanged."""
-    return {name: _Held(value) if name in names else value for name, value in state.items()}
-
-
-def release(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Undoes :func:`hold`."""
-    return {name: value.tensor if isinstance(value, _Held) else value for name, value in state.items()}
-
-
-def hold_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A ``state_dict()`` for parameters of these groups, all of whose states :func:`hold` hides.
-
-    Raises ValueError if a state in 8 bits cannot be that of its parameter.
-    """
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    parameters = [p for group in groups for p in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=False):  # torch refuses another number of them
-        _check_stored(state_dict["state"].get(number, {}), parameter)
-    return {**state_dict, "state": {number: hold(state, state) for number, state in state_dict["state"].items()}}
+    return whole and value.dtype == (dtype or parameter.dtype)
 
 
 def in_full(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
@@ -263,14 +225,16 @@ def in_full(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     return found
 
 
-def fitting_form(state: Mapping[str, Any], parameter: Tensor, form: StateForm | None) -> dict[str, Any]:
-    """The states of a parameter for ``load_state_dict``: in full where they have another form than the given one."""
-    kept = [] if form is None else [n for key in form.keys(state, parameter) for n in form.names(key)]
-    others = in_full({name: value for name, value in state.items() if name not in kept}, parameter)
-    return hold({**others, **{name: state[name].contiguous() for name in kept}}, kept)
+def fitting_form(
+    state: Mapping[str, Any], parameter: Tensor, form: StateForm | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The states of a parameter for ``load_state_dict`` of ``torch.optim``, in full; and those that have the given form
+    already, which that would cast."""
+    others, kept = _split(state, parameter, form)
+    return in_full(others, parameter), {name: value.contiguous() for name, value in kept.items()}
 
 
-def _check_stored(state: Mapping[str, Any], parameter: Tensor) -> None:
+def check_stored(state: Mapping[str, Any], parameter: Tensor) -> None:
     """Raises ValueError for states in 8 bits that cannot be those of a parameter."""
     keys = dict.fromkeys(n.removesuffix(_CODES).removesuffix(_SCALES) for n in state if n.endswith((_CODES, _SCALES)))
     for key in keys:
@@ -391,7 +355,7 @@ def _step_in_pieces(
         for part in pieces(whole.numel()):
             proxy.data = in_order(whole)[part] if stored_weights is None else stored_weights.read(part)
             proxy.grad = flat[part]
-            state = optimizer.state[proxy] = _copied(others)
+            state = optimizer.state[proxy] = copied(others)
             for key in keys:
                 state[key] = form.decoded(key, stored, part, whole.dtype)
             optimizer.step()
@@ -425,7 +389,7 @@ def _step_whole(
 ) -> Iterator[None]:
     chosen = [proxies[k] for k in encoded]
     before = [optimizer.state[p] for p in chosen]
-    split = [_split(state, p, form) for p, state in zip(chosen, before, strict=True)] if form is not None else []
+    split = [_split(state, p, form) for p, state in zip(chosen, before, strict=True)]
     stand_ins = {k: proxies[k].data for k in weights}
     try:
         for k, stored_weights in weights.items():
@@ -435,7 +399,7 @@ def _step_whole(
             gradient, proxies[k].grad = proxies[k].grad, None
             proxies[k].data, proxies[k].grad = values, gradient
         for p, (others, stored) in zip(chosen, split, strict=True):
-            optimizer.state[p] = in_full({**_copied(others), **stored}, p)
+            optimizer.state[p] = in_full({**copied(others), **stored}, p)
         optimizer.step()
         yield
         for p, (_, stored) in zip(chosen, split, strict=True):
@@ -454,11 +418,15 @@ def _step_whole(
             proxies[k].data = data
 
 
-def _split(state: Mapping[str, Any], parameter: Tensor, form: StateForm) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(
+    state: Mapping[str, Any], parameter: Tensor, form: StateForm | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The states that are not in the form, and those that are."""
-    names = [name for key in form.keys(state, parameter) for name in form.names(key)]
+    names = [] if form is None else [name for key in form.keys(state, parameter) for name in form.names(key)]
     return {n: v for n, v in state.items() if n not in names}, {n: state[n] for n in names}
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in state.items()}
+def copied(state: Mapping[str, Any], but: Container[str] = ()) -> dict[str, Any]:
+    """A copy of the states of a parameter ``but`` some."""
+    kept = {key: value for key, value in state.items() if key not in but}
+    return {key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in kept.items()}

@@ -12,10 +12,11 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,14 +24,16 @@ import torch
 from torch import Tensor
 
 from offload.optim.groups import GroupChanges
+from offload.optim.io_buffers import Blocks, IOBufferPool
 from offload.optim.param_block import UpdateJob
 from offload.streaming.contract import ModelOptimizer
-from offload.streaming.formed_weights import seal
 from offload.streaming.grad_norm import detach_norm
 from offload.streaming.lane import Arrival, CopyLane
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
+from offload.streaming.stored_values import seal
 from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
+from pipe.stream import current_stream, use_device, use_stream
 from pipe.threads import Future, Threads
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ class Update:
         *,
         in_slot: bool,
         io_threads: Threads,
+        buffer_pool: IOBufferPool,
         finished: Callable[[UpdateJob], None],
     ) -> None:
         self._shard = shard
@@ -63,6 +67,7 @@ class Update:
         #: Whether parameters may be updated in the slot of the next load, which saves a second read.
         self._in_slot = in_slot and shard.slot_keeps_weights
         self._io_threads = io_threads
+        self._buffer_pool = buffer_pool
         self._finished = finished
         self._arrival: Arrival | None = None
         #: Whether an exception was raised between the begin and the end of a start.
@@ -125,9 +130,9 @@ class Update:
                 self._run_tasks(slot)
         except BaseException:
             self._failed = True
-            for job in self.tasks:
+            with contextlib.suppress(Exception):  # each write knows whether it is missing
                 # Writer -> update lane. Without this, files are written from a slot that another shard uses.
-                job.param_block.cancel_prefetch()
+                self._buffer_pool.wait_idle()
             raise
         self._filled = slot
         if not self.done:
@@ -140,12 +145,9 @@ class Update:
 
     def _prepare(self, slot: Tensor | None, filling: Future[None] | None) -> None:
         """Repeats failed writes, begins to prefetch, and waits for the weights in the slot."""
-        for job in self.tasks:
-            job.param_block.flush(job)
+        self.flush()
         if slot is not None:
-            for job in self._upcoming(0):
-                if not job.param_block.prefetch(job):
-                    break
+            self._buffer_pool.prefetch(self._upcoming(0))
         if filling is not None:
             # Reader -> update lane. Without this, weights are updated while they are being read.
             filling.run_or_wait()
@@ -158,20 +160,29 @@ class Update:
                 computed.append(job)
             while computed and not computed[0].unwritten:
                 self._finish_job(computed.popleft())
+        self.flush()
         for job in computed:
-            job.param_block.flush(job)
             self._finish_job(job)
+
+    def flush(self) -> None:
+        """Returns when everything computed is in its file; failed writes are repeated."""
+        # Writer -> update lane. Without this, the update is done before its bytes are in their files.
+        self._buffer_pool.wait_idle()
+        for write in [write for job in self.tasks for write in job.unwritten]:
+            write.run()
 
     def _finish_job(self, job: UpdateJob) -> None:
         job.done = True
         job.gradients = []  # frees their memory
         self._finished(job)
 
-    def _upcoming(self, first: int) -> Iterator[UpdateJob]:
-        """The unfinished jobs of this update from ``first`` on, then those of the updates that follow."""
+    def _upcoming(self, first: int) -> Blocks:
+        """What the unfinished jobs of this update from ``first`` on read, then those of the updates that follow."""
         update: Update | None = self
         while update is not None:
-            yield from (job for job in update.tasks[first:] if not job.done)
+            for job in update.tasks[first:]:
+                if not job.done:
+                    yield from job.param_block.to_read(job)
             update, first = update.following, 0
 
 
@@ -225,8 +236,9 @@ class StepDecision:
     Args:
         optimizer: whose step it is.
         updates: of the shards that have a gradient, in the order of loads.
-        resident: the updates of parameters that stay on the compute device.
-        run_resident: runs those that are not done.
+        at_once: the updates of parameters that are on the compute device.
+        thread: runs these.
+        finished: called with each of them that is done.
         options: the hyperparameters of all groups.
     """
 
@@ -234,16 +246,17 @@ class StepDecision:
         self,
         optimizer: Stepping,
         updates: Sequence[tuple[Shard, Update]],
-        resident: Sequence[UpdateJob],
-        run_resident: Callable[[], None],
+        at_once: Sequence[UpdateJob],
+        thread: Threads,
+        finished: Callable[[UpdateJob], None],
         options: list[dict[str, Any]],
     ) -> None:
         self._optimizer = optimizer
         self._updates = updates
-        self._resident = resident
-        self._run_resident = run_resident
-        #: The number of this step, from 1 on.
-        self.number = optimizer.steps + 1
+        self._at_once = at_once
+        self._thread = thread
+        self._finished = finished
+        self._number = optimizer.steps + 1
         self.options = options
         self._backwards = self._backwards_now
         #: Those of all parameters when the step raised; weakly, since zero_grad() frees them.
@@ -252,23 +265,41 @@ class StepDecision:
     @property
     def begun(self) -> bool:
         """Whether anything is applied yet."""
-        return any(job.done or job.scaled or job.param_block.stopped for job in self._resident)
+        return any(job.done or job.scaled or job.param_block.stopped for job in self._at_once)
 
-    @property
-    def done(self) -> bool:
-        """Whether all of it is applied."""
-        return all(job.done for job in self._resident) and all(update.done for _, update in self._updates)
+    def run_at_once(self) -> None:
+        """Runs the updates on the device that are not done. After an interrupt the thread may still run one."""
+        left = [job for job in self._at_once if not job.done]
+        if not left:
+            return
+        device = left[0].param_block.proxies[0].device
+        stream = current_stream(device)
+
+        def work() -> None:
+            with use_device(device), use_stream(stream), torch.no_grad():
+                for job in left:
+                    job.param_block.run(job, None)
+                    note_update(job)  # a backward that saved the old values notices the new ones
+                    job.done = True
+                    self._finished(job)
+
+        try:
+            future = self._thread.submit(work)
+        except RuntimeError:  # in a forked process, or at exit, there is no thread
+            work()
+            return
+        future.wait()
 
     def decide(self) -> None:
         """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
-        self._run_resident()
+        self.run_at_once()
         for shard, update in self._updates:
             if shard.pending is not update and not update.done:
                 mark(shard, update)
         # The next forward loads the shards in their order.
         for (_, update), (_, following) in itertools.pairwise(self._updates):
             update.following = following
-        self._optimizer.count_step(self.number)
+        self._optimizer.count_step(self._number)
 
     @property
     def _backwards_now(self) -> int:

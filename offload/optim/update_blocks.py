@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from offload.mesh.shard import MeshShard
-from offload.optim.io_buffers import MOST_STATES, buffer_pool_bytes
+from offload.optim.io_buffers import IO_BUFFERS, MOST_STATES
 from offload.optim.param_block import ELEMENTWISE
 from offload.optim.state_forms import StateForm
 from offload.planning.budget import shown_bytes
@@ -69,7 +69,9 @@ class StoredStates:
         return max(encoded, self._pool_bytes(min(self.in_full, update_block))) + pieces
 
     def _pool_bytes(self, update_block: int, share: float = 1.0) -> int:
-        return buffer_pool_bytes(update_block, share, states=self.count, rounded=self.rounded)
+        """Those of weights and their gradients, which may be stored in another type as well, and of states."""
+        state_bytes = math.ceil(share * update_block) + (1 if share == 1 else 2) * PAGE_BYTES  # codes and scales
+        return IO_BUFFERS * ((3 if self.rounded else 2) * (update_block + PAGE_BYTES) + self.count * state_bytes)
 
 
 def states_kept(kind: type[Optimizer], groups: Iterable[Mapping[str, Any]]) -> int:

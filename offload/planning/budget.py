@@ -1,23 +1,18 @@
-"""Sizes as users write them, the layout of a model in shards and slots, and the least bytes that it needs.
-
-Memory that the layers of one cell allocate while they run is not included.
+"""Sizes as users write them; sizes and times as they are shown, with their units, in tables.
 
 This module knows nothing of tensors or torch.
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any
 
-from offload.planning.residency import MOVING
-from offload.planning.slot_sizes import slots_in_use
-
-__all__ = ["GAPS_SHARE", "Layout", "parse_bytes", "requirement", "shown_bytes"]
+__all__ = ["GAPS_SHARE", "parse_bytes", "shown_bytes", "shown_record", "shown_seconds", "table"]
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -27,8 +22,6 @@ _UNITS = {"": 1, "b": 1} | {
 _SHOWN = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 #: Of a limit of memory, one part in so many is left to gaps between the blocks of the allocator of a process.
 GAPS_SHARE = 8
-#: Minimum for boundaries and their gradients, with the output's: each has at least one byte.
-SMALLEST_BOUNDARIES = 2 * MOVING
 
 
 def parse_bytes(value: int | str, name: str = "memory", *, least: int = 1) -> int:
@@ -57,26 +50,28 @@ def shown_bytes(nbytes: float) -> str:
     return f"{nbytes:,.0f} bytes"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Layers in each shard, number of slots, and bytes for boundaries."""
+def table(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
+    """Rows of equally many cells as lines; columns are aligned to the right, except those in ``left`` and the last."""
+    last = len(rows[0]) - 1
+    widths = [max(len(row[k]) for row in rows) for k in range(last)]
 
-    cuts: tuple[int, ...]
-    slots: int
-    boundary_bytes: int
+    def line(row: Sequence[str]) -> str:
+        cells = (row[k].ljust(width) if k in left else row[k].rjust(width) for k, width in enumerate(widths))
+        return "  ".join([*cells, row[last]]).rstrip()
+
+    return "\n".join(map(line, rows))
 
 
-def requirement(
-    slot_bytes: Sequence[int], gradient_bytes: Sequence[int], cuts: Sequence[int], slots: int, *, apart: bool = False
-) -> int:
-    """Bytes of slots, gradients and the smallest boundaries for shards of so many layers.
+def shown_seconds(seconds: float) -> str:
+    """A time in three digits: in milliseconds below one second."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
-    ``apart``: see :func:`.slot_sizes`.
-    """
-    ends = [0, *itertools.accumulate(cuts)]
-    parts = [slice(*ends_of_shard) for ends_of_shard in itertools.pairwise(ends)]
-    shards, gradients = ([sum(sizes[part]) for part in parts] for sizes in (slot_bytes, gradient_bytes))
-    # Those of a shard are stored while the next ones are computed.
-    pairs = map(sum, itertools.pairwise([0, *gradients]))
-    forward, backward = slots_in_use(shards, min(slots, len(cuts)), apart=apart)
-    return max(*forward, *map(sum, zip(backward, pairs, strict=True))) + SMALLEST_BOUNDARIES
+
+def shown_record(record: Any) -> str:
+    """The fields of a dataclass as a table, with the unit that their names tell."""
+    rows = []
+    for field in dataclasses.fields(record):
+        name, value = field.name, getattr(record, field.name)
+        number = shown_seconds(value) if "seconds" in name else shown_bytes(value) if "bytes" in name else f"{value:,}"
+        rows.append((name.replace("_", " "), number, ""))
+    return table(rows)

@@ -15,32 +15,30 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from offload.planning.plan import Action, Kind, Plan
-from offload.planning.planner import plan_step
-from offload.planning.residency import MOVING, Residency
-from offload.planning.simulate import Forecast, simulate
+from offload.planning.planner import Forecast, plan_step, simulate
 from offload.planning.step_bytes import StepBytes, step_bytes
-from offload.planning.step_model import Choice, StepModel
+from offload.planning.step_model import MOVING, Choice, StepModel
 
 __all__ = [
-    "Moved",
     "NothingFitsError",
     "Prediction",
     "choose",
     "fill",
     "least_bytes",
+    "least_limit",
     "moves",
-    "plan_of",
     "predict",
     "seconds_saved",
 ]
 
-#: Numbers of bytes for boundaries that are tried at most.
+#: Numbers of bytes for boundaries among which is chosen.
 LEVELS = 32
 #: Least gain, of the seconds of a step, for which there is another slot: its memory is held all the time.
 LEAST_GAIN = 5e-3
@@ -73,11 +71,6 @@ class Prediction:
     model: StepModel = field(repr=False, compare=False)
 
     @property
-    def seconds(self) -> float:
-        """Until compute and all copies are done."""
-        return self.forecast.seconds
-
-    @property
     def memory_bytes(self) -> int:
         """In the memory that layers compute in, with what measured steps took more."""
         return self.peak.memory + self.model.margin_bytes
@@ -98,25 +91,8 @@ class Prediction:
 
 def predict(model: StepModel, choice: Choice) -> Prediction:
     """Plans, simulates and counts one choice."""
-    plan = plan_of(model, choice)
-    return Prediction(choice, plan, simulate(plan, model.costs, choice), step_bytes(model, choice), model)
-
-
-def plan_of(model: StepModel, choice: Choice) -> Plan:
-    """The plan that follows a choice."""
-    return plan_step(
-        model.shards,
-        slots=choice.slots,
-        microbatches=len(model.rows),
-        training=model.first < model.shards,
-        first=model.first,
-        kept=choice.kept,
-        in_memory=choice.in_memory,
-        boundaries=Residency(choice.boundary_bytes) if model.spills and choice.boundary_bytes < math.inf else None,
-        boundary_sizes=model.boundaries,
-        grows=model.grows,
-        **model.updates,
-    )
+    plan = plan_step(model, choice)
+    return Prediction(choice, plan, simulate(plan, model, choice), step_bytes(model, choice), model)
 
 
 def _bytes(model: StepModel, choice: Choice) -> int:
@@ -124,7 +100,7 @@ def _bytes(model: StepModel, choice: Choice) -> int:
 
 
 def _seconds(model: StepModel, choice: Choice) -> float:
-    return simulate(plan_of(model, choice), model.costs, choice).seconds
+    return simulate(plan_step(model, choice), model, choice).seconds
 
 
 def choose(model: StepModel, limit_bytes: int) -> Choice:
@@ -137,11 +113,14 @@ def choose(model: StepModel, limit_bytes: int) -> Choice:
         """With the first shards in memory: in a forward they have nothing to hide their loads behind."""
         return Choice(min(slots, model.shards - count), frozenset(movable[:count]))
 
-    def fits(count: int) -> bool:
-        return least_bytes(model, resting(count), limit_bytes) <= limit_bytes
+    def least(count: int) -> int:
+        return least_bytes(model, resting(count))
 
-    # With all of them, without slots and buffers, it may take less than with one shard fewer.
-    count = len(movable) if fits(len(movable)) else _most(fits, len(movable) - 1)
+    # With all of them, without slots and buffers, it may take less than with one shard fewer, and than with none.
+    count = len(movable)
+    if least(count) > limit_bytes:
+        fitting = _most(lambda fewer: least(fewer) <= limit_bytes, count - 1)
+        count = fitting or min((0, count), key=least)
     return fill(model, resting(count), limit_bytes, resizes=True)
 
 
@@ -150,69 +129,53 @@ def fill(model: StepModel, choice: Choice, limit_bytes: int, *, resizes: bool = 
 
     Raises NothingFitsError if the step does not fit without any of it.
     """
-    now = _least(model, replace(choice, kept=frozenset(), waiting=frozenset()), limit_bytes)
-    if (least := _bytes(model, now)) > limit_bytes:
+    if (least := least_bytes(model, choice)) > limit_bytes:
         raise NothingFitsError(least, limit_bytes)
 
     def fits(tried: Choice) -> bool:
         return _bytes(model, tried) <= limit_bytes
 
-    now = _with_graphs(model, now, fits)
+    now = _with_graphs(model, _leanest(model, choice), fits)
     uses: list[_Use] = [_with_waiting, _with_boundaries]
     if resizes and model.given.slots is None:
         uses.append(_with_a_slot)
     while uses:
         before, seconds = _bytes(model, now), _seconds(model, now)
-        ranked: list[tuple[float, int, _Use, Choice]] = []
+        found: dict[_Use, tuple[float, Choice]] = {}
         for use in uses:
             other = use(model, now, fits)
-            saved = seconds - _seconds(model, other) if other != now else -math.inf
-            if saved >= (LEAST_GAIN if use is _with_a_slot else -ROUNDING) * seconds:
-                ranked.append((saved / max(1, _bytes(model, other) - before), -len(ranked), use, other))
-        if not ranked:
+            saved = seconds - _seconds(model, other)
+            if other != now and saved >= (LEAST_GAIN if use is _with_a_slot else -ROUNDING) * seconds:
+                found[use] = saved / max(1, _bytes(model, other) - before), other
+        if not found:
             break
-        _, _, used, now = max(ranked, key=lambda each: each[:2])
-        uses.remove(used)
+        best = max(found, key=lambda use: found[use][0])
+        now = found[best][1]
+        uses.remove(best)
     return now
 
 
-def least_bytes(model: StepModel, choice: Choice, enough: float = 0) -> int:
-    """Predicted bytes with the bytes for boundaries that take least; or with the first that take no more than enough.
-
-    Large ones are in motion in fours, so spilling them all is not always less, nor is spilling none.
-    """
-    return _bytes(model, _least(model, choice, enough))
+def least_bytes(model: StepModel, choice: Choice) -> int:
+    """Predicted bytes with the slots and shards in memory of ``choice`` and nothing that is left out to save bytes."""
+    return _bytes(model, _leanest(model, choice))
 
 
-def _least(model: StepModel, choice: Choice, enough: float) -> Choice:
-    given, found, least = model.given.boundary_bytes, choice, math.inf
-    tried = (*_levels(model)[: 1 + MOVING], math.inf) if given is None else (given / 2,)  # as much for their gradients
-    for nbytes in tried:
-        other = replace(choice, boundary_bytes=nbytes)
-        if (taken := _bytes(model, other)) < least:
-            found, least = other, taken
-        if least <= enough:
-            break
-    return found
+def least_limit(needed: Callable[[int], int], limit: int) -> int:
+    """The least number, not below ``limit``, that is no less than what is ``needed`` with it, which grows with it."""
+    while (more := needed(limit)) > limit:
+        limit = more
+    return limit
 
 
-def _levels(model: StepModel) -> list[float]:
-    """Bytes for boundaries, ascending: all are spilled; then those in motion and one after the other stay."""
-    if not model.spills:
-        return [math.inf]
-    each = [cell.enters for cells in model.cells[1:] for cell in cells]
-    total, moving = sum(each), MOVING * max(each, default=0)
-    step = max(min((nbytes for nbytes in each if nbytes), default=1), math.ceil(total / LEVELS))
-    return [0.0, *(float(moving + nbytes) for nbytes in range(step, total + step, step)), math.inf]
+def _leanest(model: StepModel, choice: Choice) -> Choice:
+    given = model.given.boundary_bytes or 0.0  # of which their gradients take a half
+    boundary_bytes = given / 2 if model.spills else math.inf
+    return replace(choice, kept=frozenset(), waiting=frozenset(), boundary_bytes=boundary_bytes)
 
 
 def _most(fits: Callable[[int], bool], most: int) -> int:
     """The largest number up to ``most`` that fits; 0 where none does, or none but that."""
-    low, high = 0, max(most, 0) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
 
 
 def _first_within(items: list[_T], nbytes: Callable[[_T], int], most: int | None) -> list[_T]:
@@ -238,20 +201,27 @@ def _with_waiting(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
     return _with_most(lambda count: replace(choice, waiting=frozenset(away[:count])), len(away), fits)
 
 
+def _with_boundaries(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
+    """Of those that are not in motion, some or all stay."""
+    if model.given.boundary_bytes is not None or not model.spills:
+        return choice
+    each = [cell.enters for cells in model.cells for cell in cells]
+    moving, total = MOVING * max(each), sum(each)
+
+    def staying(level: int) -> Choice:
+        nbytes = math.inf if level == LEVELS else moving + level * total / LEVELS
+        return replace(choice, boundary_bytes=nbytes) if level else choice
+
+    return _with_most(staying, LEVELS, fits)
+
+
 def _with_most(choice: Callable[[int], Choice], most: int, fits: _Fits) -> Choice:
     return choice(_most(lambda count: fits(choice(count)), most))
 
 
-def _with_boundaries(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
-    if model.given.boundary_bytes is not None or not model.spills:
-        return choice
-    more = [replace(choice, boundary_bytes=b) for b in reversed(_levels(model)) if b > choice.boundary_bytes]
-    return next(filter(fits, more), choice)
-
-
 def _with_a_slot(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
     more = replace(choice, slots=min(choice.slots + 1, model.shards - len(choice.in_memory)))
-    return more if more != choice and fits(more) else choice
+    return more if fits(more) else choice
 
 
 # --- what a choice saves, and what lanes do ---------------------------------------------------------------------------
@@ -268,11 +238,12 @@ def seconds_saved(predicted: Prediction) -> Mapping[str, float]:
         "gradients": replace(choice, waiting=frozenset()),
         "boundaries": replace(choice, boundary_bytes=0.0 if model.spills else choice.boundary_bytes),
     }
-    return {use: _seconds(model, other) - predicted.seconds for use, other in without.items() if other != choice}
+    return {
+        use: _seconds(model, other) - predicted.forecast.seconds for use, other in without.items() if other != choice
+    }
 
 
-@dataclass(frozen=True)
-class Moved:
+class Moved(NamedTuple):
     """What one lane does in a step. Lanes run side by side, and beside layers."""
 
     what: str
@@ -287,16 +258,15 @@ class Moved:
 def moves(predicted: Prediction) -> Iterator[Moved]:
     """What lanes do in a step: loads, gradients, updates, boundaries written out and read back."""
     model, choice = predicted.model, predicted.choice
-    seconds = model.costs.of(choice)
+    seconds, still = model.seconds(choice), choice.in_memory | choice.waiting
     lanes: dict[str, tuple[set[Kind], Callable[[Action], int]]] = {
         "loads": ({Kind.LOAD}, lambda a: model.loaded_bytes[a.shard]),
-        "gradients": ({Kind.DRAIN}, lambda a: model.gradient_bytes[a.shard]),
+        "gradients": ({Kind.DRAIN}, lambda a: 0 if a.shard in still else model.gradient_bytes[a.shard]),
         "updates": ({Kind.UPDATE, Kind.UPDATE_IN_BACKWARD}, lambda a: model.gradient_bytes[a.shard]),
         "boundaries": ({Kind.SPILL, Kind.PREFETCH}, lambda a: model.boundaries((a.shard, a.microbatch or 0))),
     }
     for what, (kinds, nbytes) in lanes.items():
-        still = choice.in_memory | choice.waiting if what == "gradients" else ()
-        actions = [a for a in predicted.plan.actions if a.kind in kinds and a.shard not in still]
+        actions = [a for a in predicted.plan.actions if a.kind in kinds and nbytes(a)]
         if actions:
             taken = sum(seconds[a.kind][a.shard] for a in actions)
             yield Moved(what, len({a.shard for a in actions}), sum(map(nbytes, actions)), taken)

@@ -1,6 +1,6 @@
 """The plan of one step as plain data: the ordered actions of its forward and backward.
 
-A plan prints as short tokens, which :meth:`Plan.parse` reads; logs, errors, tests and traces use the same text::
+A plan prints as short tokens; logs, errors, tests and traces use the same text::
 
     L0 L1 F0.0 F0.1 E0 L2 F1.0 F1.1 F2.0 F2.1 B2.1 B2.0 D2 E2 L0 B1.1 B1.0 D1 B0.1 B0.0 D0
     U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0 F2.0 B2.0 D2 E2 L0 B1.0 D1 B0.0 D0       the same after an optimizer's step
@@ -26,8 +26,8 @@ token     meaning
 ========  =====================================================================
 
 The input of shard 0 belongs to the user. An update uses gradients that were drained before: by an earlier step, whose
-updates are ``pending`` when a plan starts, or by the plan itself; if gradients are clipped by their norm (``clips``),
-after the last drain.
+updates are ``pending`` when a plan starts, or by the plan itself; if gradients are clipped by their norm, after the
+last drain.
 
 A shard that rests ``in_memory`` in which layers compute has no load, no eviction and no slot: its cells use it there.
 
@@ -37,19 +37,10 @@ This module knows nothing of tensors or torch. :mod:`offload.planning.planner` m
 from __future__ import annotations
 
 import enum
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "BACKWARD_CELLS",
-    "CELLS",
-    "FORWARD_CELLS",
-    "Action",
-    "Kind",
-    "Plan",
-]
+__all__ = ["BACKWARD_CELLS", "CELLS", "Action", "Kind", "Plan"]
 
 
 class Kind(enum.Enum):
@@ -72,9 +63,8 @@ class Kind(enum.Enum):
     __hash__ = object.__hash__
 
 
-FORWARD_CELLS = frozenset({Kind.FORWARD, Kind.FORWARD_KEPT})
 BACKWARD_CELLS = frozenset({Kind.BACKWARD, Kind.BACKWARD_KEPT})
-CELLS = FORWARD_CELLS | BACKWARD_CELLS
+CELLS = frozenset({Kind.FORWARD, Kind.FORWARD_KEPT}) | BACKWARD_CELLS
 
 
 class Action(NamedTuple):
@@ -89,53 +79,22 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.shard}{cell}"
 
 
-_TOKEN = re.compile(r"([LEDUV])(\d+)|([FKBGSPX])(\d+)\.(\d+)")
-
-
 @dataclass(frozen=True)
 class Plan:
     """Ordered actions for ``slots`` device slots.
 
     ``resident`` are the shards that are in a slot before it starts, ``pending`` those that an earlier step left to be
-    updated, ``in_memory`` those that are never loaded. ``clips``: an update needs the norm of all gradients.
+    updated, ``in_memory`` those that are never loaded.
     """
 
     actions: tuple[Action, ...]
     slots: int
     resident: frozenset[int] = frozenset()
     pending: frozenset[int] = frozenset()
-    clips: bool = False
     in_memory: frozenset[int] = frozenset()
-    #: Whether a forward cell adds to the boundary that enters it, so that it may be written out once more.
-    grows: bool = False
 
     def __str__(self) -> str:
         return " ".join(map(str, self.actions))
-
-    @classmethod
-    def parse(
-        cls,
-        text: str,
-        slots: int,
-        resident: Iterable[int] = (),
-        pending: Iterable[int] = (),
-        *,
-        clips: bool = False,
-        in_memory: Iterable[int] = (),
-    ) -> Plan:
-        """Reads what ``str(plan)`` wrote.
-
-        Raises:
-            ValueError: at the first word that is not a token.
-        """
-        actions = []
-        for word in text.split():
-            match = _TOKEN.fullmatch(word)
-            if match is None:
-                raise ValueError(f"expected a token such as L3, E2, F3.0, B3.0, D3 or U3, got {word!r}")
-            move, moved, cell, shard, microbatch = match.groups()
-            actions.append(Action(Kind(move), int(moved)) if move else Action(Kind(cell), int(shard), int(microbatch)))
-        return cls(tuple(actions), slots, frozenset(resident), frozenset(pending), clips, frozenset(in_memory))
 
     @property
     def loads(self) -> tuple[int, ...]:

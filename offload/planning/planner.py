@@ -1,100 +1,96 @@
-"""Makes the plans of steps that did not run yet, for previews and predictions.
+"""Makes the plans of steps that did not run yet, for previews, and predicts their time.
 
 The order of use is known before a step starts: shards 0..n-1 in forward, n-1..0 in backward. The plan evicts the
 resident shard whose next use is furthest away (Belady, 1966), and loads the next missing shard as soon as a slot is
-free. So spare slots are a cache: the last shards of forward are still loaded when backward begins. Boundaries are
-treated alike (:mod:`offload.planning.residency`).
+free. So spare slots are a cache: the last shards of forward are still loaded when backward begins.
+
+A step makes one boundary (activations between shards) for each (shard, micro-batch) and uses it twice: at once in
+forward, and again in backward. Backward uses the last one first, so beyond a budget the earliest is spilled; it is read
+back one cell ahead of its use. Boundaries, with the copies in flight, take no more than the budget, unless it is too
+small for :data:`.MOVING` of them.
 
 This module knows nothing of tensors or torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypedDict
+from typing import NamedTuple
 
-from offload.planning.plan import Action, Kind, Plan
-from offload.planning.residency import Key, Residency
+from offload.planning.plan import CELLS, Action, Kind, Plan
+from offload.planning.step_model import MOVING, WRITES_IN_FLIGHT, Choice, Key, StepModel
 
-__all__ = ["Sizes", "Updates", "plan_step"]
-
-#: Bytes of the boundary that enters a cell, or of its gradient.
-Sizes = Callable[[Key], int]
+__all__ = ["Forecast", "plan_step", "simulate"]
 
 
-class Updates(TypedDict):
-    """What an optimizer adds to a plan: see :func:`plan_step`."""
+def plan_step(model: StepModel, choice: Choice) -> Plan:
+    """Plans a whole step from empty slots: forward, and backward down to the first shard that it has to reach.
 
-    pending: frozenset[int]
-    updates: bool
-    clips: bool
-
-
-def plan_step(
-    shards: int,
-    *,
-    slots: int,
-    microbatches: int = 1,
-    training: bool = True,
-    first: int = 0,
-    kept: Collection[Key] = frozenset(),
-    in_memory: Collection[int] = frozenset(),
-    pending: Collection[int] = (),
-    updates: bool = False,
-    clips: bool = False,
-    boundaries: Residency | None = None,
-    boundary_sizes: Sizes = lambda key: 0,
-    grows: bool = False,
-) -> Plan:
-    """Plans a whole step from empty slots: forward, and backward where ``training``.
-
-    Args:
-        shards: their number; ``slots`` of them are loaded at a time. Two slots are needed for loads that run ahead of
-            use; none where all shards are used in memory.
-        microbatches: of which each shard runs all.
-        training: whether there is a backward.
-        first: the first shard that backward has to reach.
-        kept: cells that keep their graphs from forward to backward.
-        in_memory: shards that are used where they rest: never loaded, in no slot.
-        pending: shards that must be updated before they are loaded, or used in memory.
-        updates: whether a shard is updated as soon as its gradients are drained.
-        clips, grows: see :class:`.Plan`.
-        boundaries: which boundaries stay in memory; all, if left out.
-        boundary_sizes: bytes of the boundary that enters a cell, as far as it is known, else 0.
+    Two slots are needed for loads that run ahead of use; none where all shards are used in memory.
     """
-    if slots < 1 and not {*range(shards)} <= {*in_memory}:
-        raise ValueError(f"expected at least 1 slot, got slots={slots}")
-    first = first if training else shards
-    before = iter(_loads(shards, slots, first, frozenset(in_memory), frozenset(pending)))
-    kept = {cell for cell in kept if cell[0] >= first}
+    first, parts, kept = model.first, len(model.rows), choice.kept
+    before = iter(_loads(model.shards, choice.slots, first, choice.in_memory, model.updates.pending))
     # Autograd runs the last cell first.
-    backward = [(j, i) for j in range(shards - 1, first - 1, -1) for i in range(microbatches - 1, -1, -1)]
+    backward = [(j, i) for j in range(model.shards - 1, first - 1, -1) for i in range(parts - 1, -1, -1)]
     recomputed = [cell for cell in backward if cell not in kept]
+    bounded = model.spills and choice.boundary_bytes < math.inf
+    following = dict(pairwise(recomputed)) if bounded else {}
+    memory = _Boundaries(model, choice.boundary_bytes)
     actions: list[Action] = []
-    entering = {*recomputed} if boundaries is not None else set()
-    for j in range(shards):
+    for j in range(model.shards):
         actions += next(before)
-        for i in range(microbatches):
-            actions.append(Action(Kind.FORWARD_KEPT if (j, i) in kept else Kind.FORWARD, j, i))
-            if boundaries is not None and (j, i) in entering and (j or grows):
-                actions += boundaries.put((j, i), boundary_sizes((j, i)))
-    following = dict(pairwise(recomputed)) if boundaries is not None else {}
+        for i in range(parts):
+            keeps = j >= first and (j, i) in kept
+            actions.append(Action(Kind.FORWARD_KEPT if keeps else Kind.FORWARD, j, i))
+            if bounded and j >= first and not keeps:
+                actions += memory.hold((j, i), model.cells[j][i].enters)
     for j, i in backward:
-        if i == microbatches - 1:
+        if i == parts - 1:
             actions += next(before)
-        if boundaries is not None and (j, i) in entering:
-            boundaries.drop((j, i))
-            actions += boundaries.prefetch(following.get((j, i), (-1, 0)))
+        if (j, i) not in kept:
+            memory.drop((j, i))
+            actions += memory.prefetch(following.get((j, i)))
         actions.append(Action(Kind.BACKWARD_KEPT if (j, i) in kept else Kind.BACKWARD, j, i))
         if i == 0:
             actions.append(Action(Kind.DRAIN, j))
-            if updates:
+            if model.updates.in_backward:
                 actions.append(Action(Kind.UPDATE_IN_BACKWARD, j))
-    return Plan(
-        tuple(actions), slots, pending=frozenset(pending), clips=clips, in_memory=frozenset(in_memory), grows=grows
-    )
+    return Plan(tuple(actions), choice.slots, pending=model.updates.pending, in_memory=choice.in_memory)
+
+
+class _Boundaries:
+    """Those in memory, the earliest first, without the one that a cell is reading; and those that left it."""
+
+    def __init__(self, model: StepModel, budget_bytes: float) -> None:
+        largest = max((cell.enters for cells in model.cells for cell in cells), default=0)
+        self._room = max(0, budget_bytes - MOVING * largest)
+        self._held: dict[Key, int] = {}
+        self._away: dict[Key, int] = {}
+        self._bytes = 0
+
+    def hold(self, new: Key, nbytes: int) -> list[Action]:
+        """Keeps a boundary in memory, and spills others, the earliest first, if there is no room for it."""
+        actions: list[Action] = []
+        if nbytes:
+            self._held[new] = nbytes
+            self._bytes += nbytes
+        while self._bytes > self._room and (key := next(iter(self._held))) != new:
+            self._away[key] = self._held[key]
+            self.drop(key)
+            actions.append(Action(Kind.SPILL, *key))
+        return actions
+
+    def prefetch(self, key: Key | None) -> list[Action]:
+        """Reads a spilled boundary back, for the next cell."""
+        return [*self.hold(key, self._away.pop(key)), Action(Kind.PREFETCH, *key)] if key in self._away else []
+
+    def drop(self, key: Key) -> None:
+        """Called when a cell of the backward reads a boundary, which has no further use."""
+        self._bytes -= self._held.pop(key, 0)
 
 
 @lru_cache(maxsize=4)
@@ -127,3 +123,59 @@ def _loads(
             room += j not in in_memory
             visits.append(actions)
     return visits
+
+
+class Forecast(NamedTuple):
+    """What :func:`simulate` predicts."""
+
+    #: Until compute and all copies are done; of these, waiting for copies, and computing.
+    seconds: float
+    wait_seconds: float
+    compute_seconds: float
+
+
+def simulate(plan: Plan, model: StepModel, choice: Choice) -> Forecast:
+    """Simulates a plan from empty slots. Compute and lanes run in parallel and wait only where the plan says."""
+    seconds = model.seconds(choice)
+    at_step = choice.in_memory | model.updated_at_step
+    loading = filling = draining = updating = moving = reduced = computed = 0.0
+    arrival: dict[int, float] = {}  # when shards are in their slots, and when gradients are home
+    home: dict[int, float] = {}
+    updated: dict[int, float] = {}
+    leaving: deque[float] = deque([0.0] * WRITES_IN_FLIGHT)  # when boundaries are written
+    back: dict[Key, float] = {}  # when boundaries are read back
+    for kind, shard, _ in plan.actions:  # in place, in order, as soon as the optimizer steps
+        if kind is Kind.UPDATE and shard in at_step:
+            updating = updated[shard] = updating + seconds[kind][shard]
+    # If nothing is loaded beside them, the optimizer's step waits for its updates.
+    compute = updating if len(choice.in_memory) == model.shards else 0.0
+    for kind, shard, microbatch in plan.actions:
+        if kind in CELLS:
+            there = updated.get(shard, 0.0) if shard in choice.in_memory else arrival[shard]
+            if kind is Kind.BACKWARD:
+                there = max(there, back.get((shard, microbatch or 0), 0.0))
+            computed += seconds[kind][shard]
+            compute = max(compute, there) + seconds[kind][shard]
+        elif kind is Kind.LOAD:
+            # Whether the update before it has left the weights in the slot.
+            filled = model.updates_fill_slots and shard in updated and shard not in arrival and shard not in at_step
+            begin = max(loading, compute, updated.get(shard, 0.0))
+            loading = arrival[shard] = begin + (0.0 if filled else seconds[kind][shard])
+        elif kind is Kind.DRAIN:
+            compute = max(compute, reduced)
+            if model.reduced_bytes:  # over ranks, before it is stored
+                loading = reduced = max(loading, compute) + model.costs.reduce * model.reduced_bytes[shard]
+            draining = home[shard] = max(draining, compute, reduced) + seconds[kind][shard]
+        elif kind is Kind.UPDATE and shard not in at_step:
+            if model.updates_fill_slots:  # while the update before this one runs
+                filling = max(filling, compute) + seconds[Kind.LOAD][shard]
+            updating = updated[shard] = max(updating, compute, filling) + seconds[kind][shard]
+        elif kind is Kind.UPDATE_IN_BACKWARD:
+            updating = updated[shard] = max(updating, compute, home[shard]) + seconds[kind][shard]
+        elif kind is Kind.SPILL:
+            compute = max(compute, leaving.popleft())
+            moving = max(moving, compute) + seconds[kind][shard]
+            leaving.append(moving)
+        elif kind is Kind.PREFETCH:
+            moving = back[shard, microbatch or 0] = max(moving, compute) + seconds[kind][shard]
+    return Forecast(max(compute, loading, draining, updating, moving), compute - computed, computed)

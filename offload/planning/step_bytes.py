@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from offload.planning.residency import MOVING, WRITES_IN_FLIGHT
-from offload.planning.slot_sizes import slots_in_use
-from offload.planning.step_model import Choice, StepModel
+from offload.planning.partition import slots_in_use
+from offload.planning.step_model import MOVING, WRITES_IN_FLIGHT, Choice, StepModel
 
 __all__ = ["StepBytes", "step_bytes"]
 
@@ -28,12 +27,8 @@ class StepBytes:
     memory: int = 0
     uses: Mapping[str, int] = field(default_factory=dict)
     begin: int = 0
-    #: Slots, boundaries, their gradients, and gradients of weights that are being stored.
-    device: int = 0
     #: Boundaries that are spilled.
     spilled: int = 0
-    #: Tensors saved for backward and allocated in it, without gradients of weights.
-    activations: int = 0
 
 
 def step_bytes(model: StepModel, choice: Choice) -> StepBytes:
@@ -54,15 +49,15 @@ class _Walk:
         there = in_memory if model.host_bytes is not None else in_memory | choice.waiting
         #: Shards whose gradients stay after their drain. Of those that rest in memory an optimizer takes them when it
         #: steps, also if it updates others in backward.
-        self._stays = there if model.updates["updates"] else there | model.gradients_stay
+        self._stays = there if model.updates.in_backward else there | model.gradients_stay
         #: Those whose gradients are there all the time, and are added to.
         home = there | model.gradients_stay
         begins = home if model.begins is None else model.begins
-        self._pending = frozenset[int]() if model.accumulates else begins & model.updates["pending"]
+        self._pending = frozenset[int]() if model.accumulates else begins & model.updates.pending
         self._held = begins | home if model.accumulates else begins - self._pending if model.begins else frozenset()
         self._gradients = sum(model.gradient_bytes[j] for j in self._pending | self._held)
         #: Gradients that are being stored. With updates in backward the engine waits for them one shard later.
-        self._draining: deque[int] = deque(maxlen=2 if model.updates["updates"] else 1)
+        self._draining: deque[int] = deque(maxlen=2 if model.updates.in_backward else 1)
         casts = sum(model.cast_bytes.get(j, 0) for j in in_memory)
         self._constant = {
             "homes": model.home_bytes + sum(model.resting_bytes[j] for j in in_memory),
@@ -74,7 +69,7 @@ class _Walk:
         self._fixed = sum(self._constant.values())
         self._weights = slots_in_use(model.slot_bytes, choice.slots, in_memory=in_memory, apart=model.own_slots)
         self._outside = outside.begins
-        self._graphs = self._output = self._output_gradients = 0
+        self._graphs = self._output = 0
         #: Boundaries that a cell is about to read; those that wait for backward; and their gradients.
         self._next, self._saved, self._coming = 0, 0, 0
         sizes = [cell.enters for cells in model.cells for cell in cells]
@@ -110,31 +105,28 @@ class _Walk:
 
     def backward(self) -> None:
         """Counts the backward."""
-        model, kept, peak = self._model, self._choice.kept, self.peak
-        self._output = 2 * sum(nbytes for nbytes, _ in model.output_bytes)  # the user has it until backward is over
-        self._output_gradients = sum(nbytes for _, nbytes in model.output_bytes)
+        model, kept, rows = self._model, self._choice.kept, range(len(self._model.rows))
+        # The user has it until backward is over, and autograd its gradient.
+        self._output = 2 * sum(model.boundaries((model.shards, i)) for i in rows)
         made: set[int] = set()
         self._code_before(model.shards, made)
         for j in range(model.shards - 1, model.first - 1, -1):
             weights = self._weights[1][j]
-            for i in range(len(model.rows) - 1, -1, -1):
+            for i in reversed(rows):
                 cell = model.cells[j][i]
                 if (j, i) in kept:
                     self._graphs -= cell.graph
-                    inside, activations, read = cell.kept_backward, cell.kept_activations, 0
+                    inside, read = cell.kept_backward, 0
                 else:
                     self._graphs -= cell.selected  # from now on they are a part of its graph
-                    inside, activations, read = cell.backward, cell.activations, cell.enters
-                peak.activations = max(peak.activations, self._graphs + activations)
+                    inside, read = cell.backward, cell.enters
                 self._count(weights, inside, cell.gradient)
                 self._saved -= read
+                self._coming += cell.gradient
                 if j + 1 < model.shards:
                     self._coming -= model.cells[j + 1][i].gradient
-                else:
-                    self._output_gradients -= model.output_bytes[i][1]
-                self._coming += cell.gradient
                 self._code_before(j, made)
-            self._drain(j, weights)
+            self._drain(j)
         self._count(self._weights[1][model.first], model.outside.reducing)  # the update of what is in no shard
 
     def _code_before(self, j: int, made: set[int]) -> None:
@@ -150,17 +142,13 @@ class _Walk:
         own = self._model.gradient_bytes[j] if j < self._model.shards else 0
         self._count(self._weights[1][min(j, self._model.shards - 1)], own + rise - new)
 
-    def _drain(self, j: int, weights: int) -> None:
+    def _drain(self, j: int) -> None:
         model = self._model
         self._outside += model.outside.made_in.get(j, 0)
         if j in self._stays and j not in self._held:
             self._gradients += model.gradient_bytes[j]
-            return
-        # The engine waits for the previous shard's gradients only when these are complete.
-        own, moving = model.gradient_bytes[j], (model.draining_bytes or model.gradient_bytes)[j]
-        now = weights + max(sum(self._draining) + own, moving) + self._boundaries() + self._output_gradients
-        self.peak.device = max(self.peak.device, now)
-        self._draining.append(moving)
+        else:  # the engine waits for the previous shard's gradients only when these are complete
+            self._draining.append((model.draining_bytes or model.gradient_bytes)[j])
 
     def _boundaries(self) -> int:
         """Boundaries and their gradients: those that stay, those being written, those that are read next."""
@@ -171,9 +159,7 @@ class _Walk:
 
     def _count(self, weights: int, inside: int = 0, moving: int = 0) -> None:
         """Counts a cell, or code between cells: what it takes ``inside``, and boundaries and gradients beside it."""
-        boundaries, draining = self._boundaries(), sum(self._draining)
-        self.peak.device = max(self.peak.device, weights + draining + boundaries + self._output_gradients)
-        boundaries, gradients = boundaries + moving, self._gradients + draining
+        boundaries, gradients = self._boundaries() + moving, self._gradients + sum(self._draining)
         now = self._fixed + weights + gradients + boundaries + self._graphs + inside + self._output + self._outside
         if now > self.peak.memory:
             self.peak.memory = now

@@ -6,16 +6,36 @@ This module knows nothing of tensors or torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import mul
 from typing import NamedTuple
 
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.plan import Kind
-from offload.planning.planner import Sizes, Updates
 
-__all__ = ["CellBytes", "Choice", "Costs", "Given", "OutsideBytes", "StepModel"]
+__all__ = [
+    "MOVING",
+    "WRITES_IN_FLIGHT",
+    "Choice",
+    "Costs",
+    "Given",
+    "Key",
+    "OutsideBytes",
+    "Sizes",
+    "StepModel",
+    "Updates",
+]
+
+#: (shard, micro-batch) of a cell, and the bytes of the boundary that enters it, or of its gradient.
+Key = tuple[int, int]
+Sizes = Callable[[Key], int]
+
+#: Maximum number of boundaries that are being written at a time.
+WRITES_IN_FLIGHT = 2
+#: Boundaries in motion: one that a layer reads, one that is being read back, those being written.
+MOVING = 2 + WRITES_IN_FLIGHT
 
 
 @dataclass(frozen=True)
@@ -26,7 +46,7 @@ class Choice:
     #: Shards that rest in the memory that layers compute in.
     in_memory: frozenset[int] = frozenset()
     #: Cells (shard, micro-batch) that keep their graphs from forward to backward.
-    kept: frozenset[tuple[int, int]] = frozenset()
+    kept: frozenset[Key] = frozenset()
     #: For boundaries; their gradients get as many.
     boundary_bytes: float = math.inf
     #: Shards whose gradients wait in memory for their update.
@@ -39,8 +59,7 @@ class Choice:
         )
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """Choices that a policy fixes; None: what fits is chosen. Bytes are upper limits."""
 
     slots: int | None = None
@@ -50,46 +69,36 @@ class Given:
     gradient_bytes: int | None = None
 
 
-@dataclass(frozen=True)
+class Updates(NamedTuple):
+    """What optimizers add to a step."""
+
+    #: Shards that must be updated before they are loaded, or used in memory.
+    pending: frozenset[int] = frozenset()
+    #: Whether a shard is updated as soon as its gradients are drained.
+    in_backward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds of an action of each shard; of ``forward`` and ``backward``, of one cell.
+    """Seconds of layers, and of copies and updates by their bytes (of updates: of gradients)."""
 
-    ``backward`` includes the recomputation, ``kept_backward`` is that of a cell whose graph was kept. ``boundary``: of
-    a copy of a boundary or its gradient; the additional last entry is for the output.
-    """
-
-    load: Sequence[float]
-    forward: Sequence[float]
-    backward: Sequence[float]
-    drain: Sequence[float]
-    update: Sequence[float] = ()
-    boundary: Sequence[float] = ()
+    #: Of one cell of each shard. ``backward`` includes the recomputation, which ``kept_backward`` does not need.
+    forward: Sequence[float] = ()
+    backward: Sequence[float] = ()
     kept_backward: Sequence[float] = ()
-    #: Of copying gradients to host memory, where they wait for their update. Empty: they are not copied.
-    waiting_drain: Sequence[float] = ()
-    #: Of an update of a shard that rests in memory; as ``update`` where it is empty.
-    resting_update: Sequence[float] = ()
-    #: The shards whose homes are updated in place as soon as the optimizer steps, besides those that rest in memory.
-    updated_at_step: Set[int] = frozenset()
-    #: Whether an update of another shard reads its weights into the slot of the load that follows, and leaves the new
-    #: ones there.
-    updates_fill_slots: bool = False
-    #: With several ranks: a drain reduces before it stores, on the lane of loads.
-    reduce: Sequence[float] = ()
-
-    def of(self, choice: Choice) -> Mapping[Kind, Sequence[float]]:
-        """Seconds of each kind of action, by shard: what rests or waits in memory is not written to files."""
-        drain, update = list(self.drain), list(self.update)
-        for j in choice.in_memory | choice.waiting:
-            drain[j] = self.waiting_drain[j] if self.waiting_drain else 0.0
-        for j in choice.in_memory if self.resting_update else ():
-            update[j] = self.resting_update[j]
-        forward, kept = self.forward, self.kept_backward or self.backward
-        return {
-            Kind.LOAD: self.load, Kind.DRAIN: drain, Kind.UPDATE: update, Kind.UPDATE_IN_BACKWARD: update,
-            Kind.FORWARD: forward, Kind.FORWARD_KEPT: forward, Kind.BACKWARD: self.backward,
-            Kind.BACKWARD_KEPT: kept, Kind.SPILL: self.boundary, Kind.PREFETCH: self.boundary,
-        }  # fmt: skip
+    #: Of loads from homes in files, and from shards that rest in host memory beside a device.
+    load: float = 0.0
+    load_from_memory: float = 0.0
+    #: Of gradients to files, and from a device to host memory: nothing moves there where layers compute in it.
+    drain: float = 0.0
+    drain_to_memory: float = 0.0
+    #: Of updates in files, in host memory, and of shards that rest in the memory that layers compute in.
+    update: float = 0.0
+    update_in_memory: float = 0.0
+    resting_update: float = 0.0
+    #: Of a copy of a boundary or its gradient; and of sums of gradients over ranks.
+    boundary: float = 0.0
+    reduce: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +155,9 @@ class CellBytes(NamedTuple):
     #: At the peak of its backward, recomputed or with its graph, with the gradients of its weights.
     backward: int
     kept_backward: int
-    #: The same without these.
-    activations: int
-    kept_activations: int
 
 
-_NOTHING = MemoryProfile(1, ())
+_NOTHING, _NO_UPDATES, _NOT_GIVEN = MemoryProfile(1, ()), Updates(), Given()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +166,9 @@ class StepModel:
 
     shards: int
     #: The first shard that backward has to reach.
-    first: int
-    costs: Costs
-    updates: Updates = field(default_factory=lambda: Updates(pending=frozenset(), updates=False, clips=False))
+    first: int = 0
+    costs: Costs = field(default_factory=Costs)
+    updates: Updates = _NO_UPDATES
     #: Rows of each micro-batch.
     rows: Sequence[float] = (1,)
     #: Bytes of a slot for each shard, and of what a load of it reads.
@@ -174,8 +180,10 @@ class StepModel:
     least_slots: int = 2
     #: Of the gradients of each shard's weights, in the type of their home.
     gradient_bytes: Sequence[int]
-    #: The same from their drain to the next one, where it is more: of ranks that reduce them first.
+    #: Of ranks: the same from their drain to the next one, which reduces them first; what that sums; what is stored.
     draining_bytes: Sequence[int] = ()
+    reduced_bytes: Sequence[int] = ()
+    stored_bytes: Sequence[int] = ()
     #: Of the input of a cell, and of its gradient. Shard ``shards`` stands for the output.
     boundaries: Sizes = lambda key: 0
     gradients: Sizes = lambda key: 0
@@ -209,12 +217,17 @@ class StepModel:
     #: Bytes of host memory for these where layers compute on a device of its own; None: they wait in the memory that
     #: layers compute in.
     host_bytes: int | None = None
-    #: Beside a device: shards that rest in host memory, with their gradients.
+    #: Beside a device: shards that rest in host memory although their homes are files, with their gradients.
     in_host: frozenset[int] = frozenset()
+    #: The shards that are updated in place as soon as the optimizer steps, besides those that a choice rests in memory.
+    updated_at_step: Set[int] = frozenset()
+    #: Whether an update of another shard reads its weights into the slot of the load that follows, and leaves the new
+    #: ones there.
+    updates_fill_slots: bool = False
     #: Added to predicted bytes: what measured steps took more.
     margin_bytes: int = 0
     #: What is not chosen but given.
-    given: Given = Given()
+    given: Given = _NOT_GIVEN
 
     @cached_property
     def cells(self) -> Sequence[Sequence[CellBytes]]:
@@ -235,12 +248,23 @@ class StepModel:
             int(self.selected_bytes_per_row.get(j, 0.0) * rows),
             recomputed.peak_bytes(rows, own, adds=adds),
             kept.peak_bytes(rows, own, adds=adds),
-            recomputed.peak_bytes(rows, 0),
-            kept.peak_bytes(rows, 0),
         )
 
-    @cached_property
-    def output_bytes(self) -> Sequence[tuple[int, int]]:
-        """Of the output of each micro-batch, and of its gradient."""
-        keys = [(self.shards, i) for i in range(len(self.rows))]
-        return [(self.boundaries(key), self.gradients(key)) for key in keys]
+    def seconds(self, choice: Choice) -> Mapping[Kind, Sequence[float]]:
+        """Seconds of each kind of action, by shard: what rests or waits in memory is not written to files."""
+        costs, gradients, everything = self.costs, self.stored_bytes or self.gradient_bytes, range(self.shards)
+        to_memory = self.in_host | choice.waiting
+        load = [costs.load_from_memory if j in self.in_host else costs.load for j in everything]
+        drain = [costs.drain_to_memory if j in to_memory else costs.drain for j in everything]
+        update = [costs.update_in_memory if j in self.updated_at_step else costs.update for j in everything]
+        for j in choice.in_memory:
+            drain[j], update[j] = 0.0, costs.resting_update
+        updates = [*map(mul, update, gradients)]
+        boundary = [costs.boundary * self.boundaries((j, 0)) for j in everything]
+        return {
+            Kind.LOAD: [*map(mul, load, self.loaded_bytes)], Kind.DRAIN: [*map(mul, drain, gradients)],
+            Kind.UPDATE: updates, Kind.UPDATE_IN_BACKWARD: updates,
+            Kind.FORWARD: costs.forward, Kind.FORWARD_KEPT: costs.forward,
+            Kind.BACKWARD: costs.backward, Kind.BACKWARD_KEPT: costs.kept_backward,
+            Kind.SPILL: boundary, Kind.PREFETCH: boundary,
+        }  # fmt: skip

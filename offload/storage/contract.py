@@ -45,10 +45,6 @@ class Block(ABC):
         """
 
     @abstractmethod
-    def staged(self) -> Tensor:
-        """The bytes in host memory, for many small reads: the block itself, or a copy made by one large read."""
-
-    @abstractmethod
     def write(self, source: Tensor, offset: int) -> None:
         """Overwrites the bytes from ``offset`` on with ``source`` (uint8, flat, on any device)."""
 

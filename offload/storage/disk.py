@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from offload.machine import file_system
-from offload.storage.buffer import host_buffer, on_own_storage, view_memory, whole_pages
+from offload.storage.buffer import on_own_storage, view_memory, whole_pages
 from offload.storage.contract import Block, Scratch, Tier, bytes_of
 from offload.storage.page_cache import PageCache
 from offload.storage.transfer import Link, Transfers, move_all, open_link
@@ -141,18 +141,12 @@ class DiskBlock(Block):
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Reads the file, without a copy if ``destination`` is host memory."""
         destination = destination[: self.nbytes - offset]
-        self._transfers.read(self.fd, destination, self._begin + offset, self._path, self._usage)
-
-    def staged(self) -> Tensor:
-        """A copy made by one large read, which is faster than page faults of the mapping."""
-        copy = host_buffer(self.nbytes)
-        self.read_into(copy)
-        return copy
+        self._transfers.move(self.fd, destination, self._begin + offset, self._path, self._usage, write=False)
 
     def write(self, source: Tensor, offset: int) -> None:
         """Writes to the file."""
         assert offset + source.numel() <= self.nbytes
-        self._transfers.write(self.fd, source, self._begin + offset, self._path, self._usage)
+        self._transfers.move(self.fd, source, self._begin + offset, self._path, self._usage, write=True)
 
     def part(self, offset: int, nbytes: int) -> Block:
         """See :meth:`Block.part`. The file is closed with the last of its parts."""

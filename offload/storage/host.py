@@ -25,10 +25,6 @@ class MemoryBlock(Block):
         source = self.tensor[offset : offset + destination.numel()]
         destination[: source.numel()].copy_(source, non_blocking=True)
 
-    def staged(self) -> Tensor:
-        """The block itself."""
-        return self.tensor
-
     def write(self, source: Tensor, offset: int) -> None:
         """Copies from ``source``; asynchronous on the current stream where both ends allow it."""
         self.tensor[offset : offset + source.numel()].copy_(source, non_blocking=True)

@@ -22,6 +22,7 @@ file show the same bytes only if the file system keeps them coherent, which is t
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -135,24 +136,19 @@ def _direct_works(folder: Path) -> bool:
     page = host_buffer(PAGE_BYTES)
     bytes_of_page = view_memory(page)
     try:
-        probe, path = tempfile.mkstemp(prefix="probe-", dir=folder)
-        try:
-            os.posix_fallocate(probe, 0, PAGE_BYTES)
-            direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | flag)
-            try:
-                with mmap.mmap(probe, PAGE_BYTES) as mapped:
-                    for value in (1, 2):
-                        mapped[:] = bytes([value]) * PAGE_BYTES
-                        if os.preadv(direct, [bytes_of_page], 0) != PAGE_BYTES or not bool((page == value).all()):
-                            return False
-                        page.fill_(value + 8)
-                        if os.pwritev(direct, [bytes_of_page], 0) != PAGE_BYTES or mapped[:] != bytes(bytes_of_page):
-                            return False
-            finally:
-                os.close(direct)
-        finally:
-            os.close(probe)
-            os.unlink(path)
+        with contextlib.ExitStack() as stack:
+            probe = stack.enter_context(tempfile.NamedTemporaryFile(prefix="probe-", dir=folder))
+            os.posix_fallocate(probe.fileno(), 0, PAGE_BYTES)
+            direct = os.open(probe.name, os.O_RDWR | os.O_CLOEXEC | flag)
+            stack.callback(os.close, direct)
+            mapped = stack.enter_context(mmap.mmap(probe.fileno(), PAGE_BYTES))
+            for value in (1, 2):
+                mapped[:] = bytes([value]) * PAGE_BYTES
+                if os.preadv(direct, [bytes_of_page], 0) != PAGE_BYTES or not bool((page == value).all()):
+                    return False
+                page.fill_(value + 8)
+                if os.pwritev(direct, [bytes_of_page], 0) != PAGE_BYTES or mapped[:] != bytes(bytes_of_page):
+                    return False
     except OSError:  # EINVAL from a file system without direct I/O
         return False
     return True

@@ -1,7 +1,7 @@
 """Reads and writes files in concurrent pieces, through the page cache or with direct I/O.
 
-Each transfer is split at multiples of a fixed size (:data:`UNSTAGED` or :data:`STAGED`). Direct I/O moves whole pages
-only, so an incomplete first or last page uses the page cache; the kernel keeps both coherent. ::
+Each transfer is split at multiples of a fixed size (:data:`UNSTAGED_BYTES` or :data:`STAGED_BYTES`). Direct I/O moves
+whole pages only, so an incomplete first or last page uses the page cache; the kernel keeps both coherent. ::
 
     host memory, address and offset aligned alike    file <--> memory, no copy
     host memory, not aligned                         file <--> buffer <--> memory
@@ -21,7 +21,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,12 +32,9 @@ from offload.storage.page_cache import CacheUsage, PageCache
 from pipe.threads import Threads
 
 __all__ = [
-    "STAGED",
-    "UNSTAGED",
     "CudaLink",
     "Link",
     "Staging",
-    "TransferLimits",
     "Transfers",
     "move_all",
     "open_link",
@@ -145,20 +141,14 @@ class Staging:
             self._changed.notify()
 
 
-@dataclass(frozen=True)
-class TransferLimits:
-    """Bytes of a request, and concurrent requests to one disk."""
-
-    piece_bytes: int
-    in_flight: int
-
-
-#: Between file and memory without a buffer. A fourth of this keeps a disk busy if the cores are idle. But layers that
-#: compute on all cores delay the thread that requests the next piece by some milliseconds, for which the disk needs
-#: queued work.
-UNSTAGED = TransferLimits(16 << 20, 4)
-#: Through as many buffers.
-STAGED = TransferLimits(8 << 20, 4)
+#: Concurrent requests to one disk.
+IN_FLIGHT = 4
+#: Bytes of a request between file and memory without a buffer. A fourth of this keeps a disk busy if the cores are
+#: idle. But layers that compute on all cores delay the thread that requests the next piece by some milliseconds, for
+#: which the disk needs queued work.
+UNSTAGED_BYTES = 16 << 20
+#: Bytes of one through a buffer.
+STAGED_BYTES = 8 << 20
 #: Smaller transfers use the page cache: they are bound by the disk's latency, not by its bandwidth.
 DIRECT_LEAST_BYTES = 256 << 10
 
@@ -194,28 +184,21 @@ class Transfers:
 
     def __init__(self, cache: PageCache, link: Link) -> None:
         self.cache = cache
-        self._staged = STAGED
-        self.staging = Staging(link, STAGED.in_flight, STAGED.piece_bytes)
-        self._io_threads = Threads(max(STAGED.in_flight, UNSTAGED.in_flight) - 1, "offload-io")
+        self._staged_bytes = STAGED_BYTES
+        self.staging = Staging(link, IN_FLIGHT, STAGED_BYTES)
+        self._io_threads = Threads(IN_FLIGHT - 1, "offload-io")
 
     def limit_staging(self, nbytes: int) -> None:
         """Makes all staging buffers together take at most ``nbytes``, or few pages; before the first transfer."""
-        piece = nbytes // STAGED.in_flight // PAGE_BYTES * PAGE_BYTES
-        self._staged = TransferLimits(min(max(piece, DIRECT_LEAST_BYTES), STAGED.piece_bytes), STAGED.in_flight)
-        self.staging = Staging(self.staging.link, STAGED.in_flight, self._staged.piece_bytes)
+        piece = nbytes // IN_FLIGHT // PAGE_BYTES * PAGE_BYTES
+        self._staged_bytes = min(max(piece, DIRECT_LEAST_BYTES), STAGED_BYTES)
+        self.staging = Staging(self.staging.link, IN_FLIGHT, self._staged_bytes)
 
-    def read(self, fd: int, destination: Tensor, offset: int, path: Path, usage: CacheUsage | None = None) -> None:
-        """Fills ``destination`` (flat, uint8) with the bytes of an open file from ``offset`` on.
+    def move(self, fd: int, tensor: Tensor, offset: int, path: Path, usage: CacheUsage, *, write: bool) -> None:
+        """Reads ``tensor`` (flat, uint8) from an open file, from ``offset`` on, or writes it there.
 
-        Raises OSError, which calls it ``path``, if it cannot be read or is too short.
+        Raises OSError, which calls it ``path``, if it cannot be read or written, or is too short.
         """
-        self._move(fd, destination, offset, path, usage, write=False)
-
-    def write(self, fd: int, source: Tensor, offset: int, path: Path, usage: CacheUsage | None = None) -> None:
-        """Writes ``source`` (flat, uint8) to an open file, from ``offset`` on; raises as :meth:`read` does."""
-        self._move(fd, source, offset, path, usage, write=True)
-
-    def _move(self, fd: int, tensor: Tensor, offset: int, path: Path, usage: CacheUsage | None, *, write: bool) -> None:
         nbytes, end = tensor.numel(), offset + tensor.numel()
         if not nbytes:
             return
@@ -223,9 +206,9 @@ class Transfers:
         on_device = copy is not None
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(usage)
         staged = on_device or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
-        limits = self._staged if staged else UNSTAGED
+        piece_bytes = self._staged_bytes if staged else UNSTAGED_BYTES
         # The page cache needs one call only.
-        pieces = deque(_pieces(offset, end, limits.piece_bytes if direct or on_device else end, direct=direct))
+        pieces = deque(_pieces(offset, end, piece_bytes if direct or on_device else end, direct=direct))
 
         def work() -> None:
             while True:
@@ -251,7 +234,7 @@ class Transfers:
         bypass = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC) if direct else fd
         try:
             # The caller moves a single piece itself: waking a thread takes longer than reading the pages of a bias.
-            helpers = [self._io_threads.offer(work) for _ in range(min(limits.in_flight, len(pieces)) - 1)]
+            helpers = [self._io_threads.offer(work) for _ in range(min(IN_FLIGHT, len(pieces)) - 1)]
             try:
                 work()
                 while helpers:

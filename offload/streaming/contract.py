@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from offload.storage import Block, Tier
+from offload.storage import Tier
 from offload.streaming.lane import Arrival
 from offload.streaming.slices import Slice
 
@@ -60,14 +60,12 @@ class ModelOptimizer(Protocol):
     max_norm: float | None
     update_in_backward: bool
     gradient_bytes: int
+    #: So far.
+    steps: int
 
     @property
     def state(self) -> Mapping[Any, Any]:
         """Of each parameter."""
-
-    @property
-    def steps(self) -> int:
-        """Steps so far."""
 
     @property
     def in_backward(self) -> UpdaterInBackward | None:
@@ -97,9 +95,7 @@ class ModelOptimizer(Protocol):
     def states_in_use(self, shard: Any) -> bool:
         """Whether other code holds states of a shard."""
 
-    def prepare_move(
-        self, shard: Any, tier: Tier, home: Block
-    ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
+    def prepare_move(self, shard: Any, tier: Tier) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
         """Copies the states of a shard to where it will rest; returns what makes the copies count."""
 
     def reserve_buffers(self) -> None:

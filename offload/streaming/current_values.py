@@ -58,10 +58,7 @@ class _Parameters(dict[str, Any]):
         self.left = None
 
     def __getitem__(self, name: str) -> Any:
-        for each in self.shards:
-            if (shard := each()) is not None and shard.pending is not None:
-                self._finish(name)
-        self.left = None
+        self._finish(name)
         return dict.__getitem__(self, name)
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -47,7 +47,8 @@ def norm_of(gradient: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(gradient.detach())
         return norm
     dense = gradient.layout is torch.strided and torch.empty_like(gradient, device="meta").stride() == gradient.stride()
-    return norm_of_pieces(_norm_16(piece) for piece in (pieces_of(gradient) if dense else (gradient.detach(),)))
+    pieces = pieces_of(gradient) if dense else (gradient.detach(),)
+    return norm_of_pieces(torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces)
 
 
 def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -62,11 +63,6 @@ def norm_of_pieces(norms: Iterable[Tensor]) -> Tensor:
     """The 2-norm of a gradient, from those of its parts."""
     each = list(norms)
     norm: Tensor = each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each))
-    return norm
-
-
-def _norm_16(piece: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(piece, dtype=torch.float32)
     return norm
 
 
@@ -92,17 +88,9 @@ def total_norm(norms: Sequence[Tensor]) -> Tensor:
     """The norm of all gradients, from the norm of each."""
     if not norms:
         return torch.zeros(())
-    dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-    by_device: dict[torch.device, list[int]] = {}
-    for k, norm in enumerate(norms):
-        by_device.setdefault(norm.device, []).append(k)
-    alike = all(norm.dtype is dtype for norm in norms)
-    there = {
-        device: torch.stack([norms[k] if alike else norms[k].to(dtype) for k in ks]) for device, ks in by_device.items()
-    }
-    if len(there) > 1:  # one copy from each device, in the order of the gradients
-        each = {k: norm for device, ks in by_device.items() for k, norm in zip(ks, there[device].cpu(), strict=True)}
-        there = {torch.device("cpu"): torch.stack([each[k] for k in range(len(norms))])}
-    (stacked,) = there.values()
-    total: Tensor = torch.linalg.vector_norm(stacked)
+    devices = {norm.device for norm in norms}
+    if len(devices) > 1:  # one copy from each device, in the order of the gradients
+        each = {d: iter(torch.stack([norm for norm in norms if norm.device == d]).cpu()) for d in devices}
+        norms = [next(each[norm.device]) for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([*norms]))
     return total

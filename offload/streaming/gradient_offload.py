@@ -119,13 +119,13 @@ class GradientOffload:
             while len(self._drains) > 1:
                 # Drain lane -> compute. Without this, gradients accumulate in memory before slow storage.
                 self._synchronize()
-            nbytes = _nbytes(kept.values())
+            nbytes = sum(gradient.numel() * gradient.itemsize for gradient in kept.values())
             self._meter.hold(nbytes)
             self._drains.append((update, nbytes, list(kept.values())))
 
     def is_updated(self, slot: Tensor) -> bool:
         """Whether an update writes to a slot."""
-        return slot.data_ptr() in self._in_slots
+        return bool(self._in_slots) and slot.data_ptr() in self._in_slots
 
     def pop_update(self, slot: Tensor) -> list[Arrival]:
         """The update that writes to a slot, for what is about to fill it."""
@@ -205,32 +205,25 @@ class GradientOffload:
 
     def _send(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Empties the list, so that on the host each gradient is freed as soon as it is stored."""
-        places = shard.places
-        nbytes = to_storage = 0
-        owners: list[Shard] = []
-        for gradient, (owner, s) in zip(gradients, places, strict=True):
-            if gradient is None:
-                continue
-            nbytes += gradient.numel() * gradient.itemsize
-            if not owner.resident:
-                to_storage += gradient.numel() * owner.gradient_types.of(s).itemsize
-            if owner not in owners:
-                owners.append(owner)
-        for owner in owners:
+        given = [(g, owner, s) for g, (owner, s) in zip(gradients, shard.places, strict=True) if g is not None]
+        nbytes = sum([g.numel() * g.itemsize for g, _, _ in given])
+        leaving = [g.numel() * o.gradient_types.of(s).itemsize for g, o, s in given if not o.resident]
+        for owner in dict.fromkeys([owner for _, owner, _ in given]):
             owner.detach_gradients()
         # Keeps device tensors until the copy is done. Without this, their memory is reused while it is read.
-        in_use = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
+        in_use = [g for g, _, _ in given] if self._device.type != "cpu" else []
+        del given
         norms = self._clips
         moves: deque[tuple[nn.Parameter, Callable[[], Iterable[Tensor]]]] = deque()
         for position in range(len(gradients)):
             gradient, gradients[position] = gradients[position], None
             if gradient is not None:
-                parameter = places[position][1].parameter
+                parameter = shard.places[position][1].parameter
                 moves.extend((parameter, move) for move in self._moves(shard, position, gradient, norms=norms))
         gradient = None
         kind = DRAIN_TO_MEMORY if self._tier.blocking_io and self._stays_in_memory(shard) else None
         if kind is None:
-            self._meter.bytes_stored += to_storage
+            self._meter.bytes_stored += sum(leaving)
         if not moves:
             return
         self._meter.hold(nbytes)
@@ -280,12 +273,8 @@ class GradientOffload:
         else:
             block, offset, view = owner.gradient_home(s)
             set_gradient(parameter, view)
-            if gradient.stride() != s.stride:
-                yield partial(_convert, view, gradient)
-            elif gradient.dtype == dtype:
-                yield partial(_store, block, offset, gradient)
-            elif owner.gradient_types.rounds(s):
-                yield partial(_store_rounded, block, offset, gradient, dtype)
+            if gradient.stride() == s.stride and (gradient.dtype == dtype or owner.gradient_types.rounds(s)):
+                yield partial(_store, block, offset, gradient, dtype)
             else:
                 yield partial(_convert, view, gradient)
 
@@ -312,22 +301,13 @@ class GradientOffload:
         return sum(shard.gradient_types.nbytes(s) for s in before) <= most
 
 
-def _nbytes(gradients: Iterable[Tensor]) -> int:
-    return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-
-
-def _store(block: Block, offset: int, gradient: Tensor) -> Iterable[Tensor]:
-    block.write(bytes_of(gradient), offset)
-    return (gradient,)
-
-
-def _store_rounded(block: Block, offset: int, gradient: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+def _store(block: Block, offset: int, gradient: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """Rounds a part at a time, since the whole would take half as much memory again."""
-    for piece in pieces_of(gradient):
-        rounded = piece.to(dtype)
-        block.write(bytes_of(rounded), offset)
-        offset += rounded.numel() * rounded.element_size()
-        yield rounded
+    for piece in (gradient,) if gradient.dtype == dtype else pieces_of(gradient):
+        stored = piece.to(dtype)
+        block.write(bytes_of(stored), offset)
+        offset += stored.nbytes
+        yield stored
 
 
 def _convert(home: Tensor, gradient: Tensor) -> Iterable[Tensor]:

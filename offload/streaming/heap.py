@@ -6,24 +6,13 @@ memory when it is freed, in pieces between other blocks, and the process would s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
-from collections.abc import Callable
 
 __all__ = ["return_freed_memory"]
 
 
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim  # glibc has it, other C libraries may not
-    except (AttributeError, OSError, TypeError):
-        return None
-    return trim
-
-
 def return_freed_memory() -> None:
     """Returns free pages of the C heap, if the allocator supports it; takes milliseconds."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc has it, other C libraries may not
+        ctypes.CDLL(None).malloc_trim(0)

@@ -11,7 +11,7 @@ by a module that initialises its other parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +45,13 @@ class Materializer:
 
     def __init__(self, stored: Mapping[Tensor, Values] | None = None) -> None:
         self._stored = dict(stored or {})
-        self._parameters: dict[nn.Parameter, nn.Parameter] = {}
-        self._buffers: dict[Tensor, Tensor] = {}
-        #: Parameters without values yet.
+        #: By the tensor on the meta device.
+        self._real: dict[Tensor, Tensor] = {}
+        #: Tensors without values yet.
         self._empty: set[Tensor] = set()
         #: Modules to initialise, parameters whose values are made by recorded calls, and tensors to read.
         self._uninitialised: list[nn.Module] = []
-        self._recipes: list[tuple[nn.Parameter, Recipe]] = []
+        self._recipes: list[tuple[Tensor, Recipe]] = []
         self._unread: list[Tensor] = []
         self._read: set[Tensor] = set()
 
@@ -112,32 +112,26 @@ class Materializer:
     def _replace(self, path: str, module: nn.Module) -> bool:
         """Replaces a module's meta tensors; returns whether any has to be initialised by the module."""
         uninitialised = False
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                real = self._parameters.get(parameter)
-                new = real is None
-                if real is None:
-                    real = nn.Parameter(empty_on_host(parameter), parameter.requires_grad)
-                    self._parameters[parameter] = real
-                    self._empty.add(real)
-                module._parameters[key] = real
-                if self._is_stored(parameter, real):
+        both: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in both:
+            for key, meta in tensors.items():
+                if meta is None or not meta.is_meta:
                     continue
-                if (recipe := recipe_of(parameter)) is None:
+                new = meta not in self._real  # else it is tied
+                if new:
+                    real = empty_on_host(meta)
+                    real = nn.Parameter(real, meta.requires_grad) if isinstance(meta, nn.Parameter) else real
+                    self._real[meta] = real
+                    self._empty.add(real)
+                real = tensors[key] = self._real[meta]
+                if meta in self._stored:
+                    self._stored[real] = self._stored[meta]
+                elif (recipe := recipe_of(meta)) is None:
                     uninitialised = True
-                elif new:  # else it is tied
+                elif new:
                     recipe.check(f"{path}.{key}")
                     self._recipes.append((real, recipe))
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = self._buffers.setdefault(buffer, torch.empty_like(buffer, device="cpu"))
-                uninitialised |= not self._is_stored(buffer, self._buffers[buffer])
         return uninitialised
-
-    def _is_stored(self, meta: Tensor, real: Tensor) -> bool:
-        if meta in self._stored:
-            self._stored[real] = self._stored[meta]
-        return meta in self._stored
 
 
 @torch.no_grad()

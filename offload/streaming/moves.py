@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from offload.storage import Block, DeviceTier, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 from offload.streaming.stored_gradients import GradientRegion
 from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
@@ -41,7 +43,7 @@ class HomeInUseError(RuntimeError):
 
     def __init__(self, shards: Sequence[int]) -> None:
         super().__init__(
-            f"shards {[*shards]} cannot move between file and memory, nor be cut otherwise: other code holds views of "
+            f"shards {[*shards]} cannot move between file and memory: other code holds views of "
             f"their weights or optimizer states (a state_dict(), a NumPy array, a forward whose backward did not run "
             f"yet), which might no longer show later values; nothing was moved. Delete them, or move other shards"
         )
@@ -54,16 +56,8 @@ class Move:
     """A move of one shard whose bytes are copied already."""
 
     shard: Shard
-    home: Block | None
-    tier: Tier
-    #: The home of a shard that rests elsewhere.
-    file: Block | None
-    #: The same of the lower halves of weights.
-    lower: Block | None
-    lower_file: Block | None
-    gradient_regions: list[GradientRegion]
-    #: See :attr:`.Shard.own_memory`.
-    own_memory: dict[int, Tensor]
+    #: Those of its attributes that change, with their values.
+    changes: dict[str, Any]
     #: The tensors that move.
     tensors: list[NewMemory]
     #: What optimizers do for it.
@@ -71,10 +65,7 @@ class Move:
 
     def commit(self) -> None:
         """Ends the move. Idempotent."""
-        shard = self.shard
-        shard.home, shard.tier, shard.file = self.home, self.tier, self.file
-        shard.lower, shard.lower_file = self.lower, self.lower_file
-        shard.gradient_regions, shard.own_memory = self.gradient_regions, self.own_memory
+        vars(self.shard).update(self.changes)
         for tensor, memory in self.tensors:
             tensor.data = memory
         for commit in self.commits:
@@ -101,7 +92,7 @@ def move_homes(
     moving.sort(key=lambda shard: shard.index in elsewhere)
     with torch.no_grad(), outside_inference_mode():
         moves = [prepare_move(shard, elsewhere.get(shard.index, homes), homes, optimizers) for shard in moving]
-    blocks = (block for move in moves for block in (move.shard.home, move.home) if block is not None)
+    blocks = (block for move in moves for block in (move.shard.home, move.changes["home"]) if block is not None)
     for device in {block.tensor.device for block in blocks if block.tensor.is_cuda}:
         # Stream -> host. Without this, what went home is read while it is still copied.
         torch.cuda.synchronize(device)
@@ -110,30 +101,31 @@ def move_homes(
 
 def _is_in_use(shard: Shard, optimizers: Optimizers) -> bool:
     """Whether other code refers to the memory of a shard's weights or states."""
-    held = 0 if shard.home is None else shard.count_home_owners() - shard.home_uses - optimizers.views()[shard.index]
-    return held > 0 or any(o.states_in_use(shard) for o in optimizers)
+    held = shard.home is not None and shard.count_home_owners() > shard.home_uses
+    return held or any(o.states_in_use(shard) for o in optimizers)
 
 
 def prepare_move(shard: Shard, tier: Tier, homes: Tier, optimizers: Optimizers) -> Move:
     """Copies a shard to another storage; ``homes``: that of the model."""
     assert shard.home is not None
-    at_home = tier is homes
-    home, file = _moved(shard.home, shard.file, tier, f"shard{shard.index}-weights", at_home=at_home)
-    lower = lower_file = None
-    if shard.lower is not None:
-        label = f"shard{shard.index}-lower-halves"
-        lower, lower_file = _moved(shard.lower, shard.lower_file, tier, label, at_home=at_home)
+    places: dict[str, Any] = {"tier": tier}
+    for name, kept in (("home", "file"), ("lower", "lower_file")):
+        block = getattr(shard, name)
+        if block is not None:
+            label = f"shard{shard.index}-{name}"
+            places[name], places[kept] = _moved(block, getattr(shard, kept), tier, label, at_home=tier is homes)
+    home = places["home"]
     views = {s: s.own_view(home.tensor) for s in shard.own}
+    places["own_memory"] = {s.offset: view for s, view in views.items() if s.nbytes}
     tensors: list[NewMemory] = [(t, view) for s, view in views.items() for t in (s.parameter, *s.aliases)]
-    regions, moved = _moved_gradients(shard, tier)
+    places["gradient_regions"], moved = _moved_gradients(shard, tier)
     tensors += moved
     commits = []
     for optimizer in optimizers:
-        states, commit = optimizer.prepare_move(shard, tier, home)
+        states, commit = optimizer.prepare_move(shard, tier)
         tensors += states
         commits.append(commit)
-    places = {s.offset: view for s, view in views.items() if s.nbytes}
-    return Move(shard, home, tier, file, lower, lower_file, regions, places, tensors, commits)
+    return Move(shard, places, tensors, commits)
 
 
 def _moved(block: Block, file: Block | None, tier: Tier, label: str, *, at_home: bool) -> tuple[Block, Block | None]:
@@ -149,29 +141,20 @@ def _moved(block: Block, file: Block | None, tier: Tier, label: str, *, at_home:
 
 def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], list[NewMemory]]:
     """Regions and new memory of stored gradients. Those that other code views stay where they are."""
-    own = {id(s.parameter) for s in shard.own}
-    stay: list[GradientRegion] = []
-    moved: list[NewMemory] = []
-    from_device = isinstance(shard.tier, DeviceTier)
+    from_device, regions = isinstance(shard.tier, DeviceTier), shard.gradient_regions
+    grads = {s: s.parameter.grad for s in shard.own if s.parameter.grad is not None}
     if isinstance(tier, DeviceTier):
-        if any(region.in_use() for region in shard.gradient_regions):
+        if any(region.in_use(len(region.stored())) for region in regions):
             raise HomeInUseError([shard.index])
-        gradients = [s.parameter.grad for s in shard.own if s.parameter.grad is not None]
-        return [], [(g, g.detach().to(tier.device, copy=True)) for g in gradients]
+        return [], [(g, g.detach().to(tier.device, copy=True)) for g in grads.values()]
     if not (tier.blocking_io or from_device):
-        for region in shard.gradient_regions:
-            if region.in_use():
-                stay.append(region)
-                continue
-            for s in region.stored():
-                if id(s.parameter) in own and (g := s.parameter.grad) is not None:
-                    moved.append((g, _copy_of(region.block, region.offsets[id(s.parameter)], g)))
-        return stay, moved
+        stay = [region for region in regions if region.in_use(len(region.stored()))]
+        left = [region for region in regions if region not in stay]
+        return stay, [(g, _copy_of(r, s, g)) for r in left for s, g in grads.items() if r.holds(g)]
     uses: dict[int, int] = {}
-    for region in shard.gradient_regions:
+    for region in regions:
         stored = region.stored()
         uses.update((id(s.parameter), 1 + len(stored)) for s in stored)
-    grads = {s: s.parameter.grad for s in shard.own if s.parameter.grad is not None}
     movable = {
         s: g
         for s, g in grads.items()
@@ -190,7 +173,7 @@ def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], li
     return [new], [(g, new.view(s)) for s, g in movable.items()]
 
 
-def _copy_of(block: Block, offset: int, tensor: Tensor) -> Tensor:
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    block.read_into(bytes_of(copy), offset)
+def _copy_of(region: GradientRegion, s: Slice, gradient: Tensor) -> Tensor:
+    copy = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype)
+    region.block.read_into(bytes_of(copy), region.offsets[id(s.parameter)])
     return copy

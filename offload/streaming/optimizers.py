@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from offload.planning.planner import Updates
+from offload.planning.step_model import Updates
 from offload.streaming.contract import ModelOptimizer, UpdaterInBackward
 
 __all__ = ["Optimizers"]
@@ -63,26 +63,15 @@ class Optimizers:
         return sum(optimizer.buffer_bytes(spare_bytes) for optimizer in self)
 
     def planned(self) -> Updates:
-        """The arguments of :func:`~offload.planning.planner.plan_step` that optimizers decide."""
-        return {
-            "pending": frozenset[int]().union(*(o.updated_shards for o in self if not o.update_in_backward)),
-            "updates": any(o.update_in_backward for o in self),
-            "clips": self.clip,
-        }
+        """What optimizers add to the plan of a step."""
+        pending = frozenset[int]().union(*(o.updated_shards for o in self if not o.update_in_backward))
+        return Updates(pending, any(o.update_in_backward for o in self))
 
-    def references(self, optimizer: ModelOptimizer) -> tuple[Counter[nn.Parameter], Counter[int]]:
-        """References of all optimizers to the parameters of one of them, and to the home of each shard by index."""
+    def references(self, optimizer: ModelOptimizer) -> Counter[nn.Parameter]:
+        """References of all optimizers to the parameters of one of them."""
         known = Counter(p for group in optimizer.param_groups for p in group["params"])
         for other in self:
             if other is not optimizer:
                 known.update(p for group in other.param_groups for p in group["params"] if p in known)
             known.update(p for p in other.state if p in known)
-        return known, self.views()
-
-    def views(self) -> Counter[int]:
-        """The number of tensors of all optimizers on the home of each shard, by its index."""
-        views: Counter[int] = Counter()
-        for optimizer in self:
-            for shard, param_blocks in optimizer.param_blocks.items():
-                views[shard.index] += sum(param_block.home_views for param_block in param_blocks)
-        return views
+        return known

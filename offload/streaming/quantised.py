@@ -68,16 +68,10 @@ class _Place:
 
 def stored_tensors(layers: Iterable[tuple[str, nn.Module]]) -> list[StoredTensor]:
     """What homes store of some layers, in the order of a block: each parameter once, by its first name."""
-    names: dict[nn.Parameter, str] = {}
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    layers = list(layers)
+    owners, names = _owners(layer for _, layer in layers), dict[nn.Parameter, str]()
     for prefix, layer in layers:
-        of_layer: dict[nn.Parameter, str] = {}
-        for path, module in layer.named_modules():
-            for key, p in module._parameters.items():
-                if p is not None:
-                    of_layer.setdefault(p, ".".join(filter(None, (prefix, path, key))))
-                    owners.setdefault(p, []).append(module)
-        names.update(of_layer)
+        names.update((p, name) for name, p in layer.named_parameters(prefix))
     found = []
     for p in names:
         groups = _grouped(_places(p, owners[p]))
@@ -97,13 +91,9 @@ def is_taken_apart(parameter: nn.Parameter, owners: Sequence[nn.Module] = ()) ->
 
 def part_names(module: nn.Module) -> dict[str, dict[str, Tensor]]:
     """The parts of each quantised parameter of a module, by its name; an empty name is the parameter's own bytes."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for path, owner in module.named_modules():
-        for key, p in owner._parameters.items():
-            groups = [] if p is None else _grouped(_places(p, [owner]))
-            if groups:
-                found[f"{path}.{key}".lstrip(".")] = {first.name: first.tensor for first, *_ in groups}
-    return found
+    owners, named = _owners([module]), module.named_parameters(remove_duplicate=False)
+    found = ((name, _grouped(_places(p, owners[p]))) for name, p in named)
+    return {name: {first.name: first.tensor for first, *_ in groups} for name, groups in found if groups}
 
 
 def check_storable(
@@ -228,22 +218,20 @@ def with_parts(tensor: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return type(tensor).__tensor_unflatten__(made, context, tensor.size(), tensor.stride())
 
 
-def refresh(parameter: Tensor) -> None:
+def refresh(parameter: Any) -> None:
     """Makes a quantised parameter report the device where its parts are now."""
-    if is_wrapped(parameter):
-        with no_subclasses():
-            _refresh(parameter)
-
-
-def _refresh(tensor: Any) -> torch.device:
-    names, context = tensor.__tensor_flatten__()
-    parts = {name: getattr(tensor, name) for name in names}
-    places = [_refresh(x) if is_wrapped(x) else x.device for x in parts.values()]
-    if places and tensor.device != places[0]:
-        # The shape, type and device of a subclass are in its own tensor, which has no memory.
-        tensor.data = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-    found: torch.device = tensor.device
-    return found
+    if not is_wrapped(parameter):
+        return
+    with no_subclasses():
+        names, context = parameter.__tensor_flatten__()
+        parts = {name: getattr(parameter, name) for name in names}
+        for part in parts.values():
+            refresh(part)
+        places = [part.device for part in parts.values()]
+        if places and parameter.device != places[0]:
+            # The shape, type and device of a subclass are in its own tensor, which has no memory.
+            unflattened = type(parameter).__tensor_unflatten__(parts, context, parameter.size(), parameter.stride())
+            parameter.data = unflattened
 
 
 # --- taking apart -----------------------------------------------------------------------------------------------------

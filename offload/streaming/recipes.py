@@ -22,18 +22,8 @@ __all__ = ["Recipe", "give_values", "recipe_of", "record", "watch"]
 _OVERWRITES = frozenset({"zero_", "fill_", "normal_", "uniform_", "exponential_", "log_normal_", "cauchy_"})
 
 
-@dataclass(frozen=True)
-class _Call:
-    function: Callable[..., Any]
-    arguments: Sequence[Any]
-    named: Mapping[str, Any]
-    #: The name of the argument that is the tensor; "" for the first one.
-    tensor: str
-
-    def on(self, tensor: Tensor) -> Any:
-        if self.tensor:
-            return self.function(*self.arguments, **{**self.named, self.tensor: tensor})
-        return self.function(tensor, *self.arguments, **self.named)
+#: A call with all its arguments but the tensor on which it was called.
+_Call = Callable[[Tensor], Any]
 
 
 @dataclass
@@ -53,13 +43,13 @@ class Recipe:
             )
 
     @torch.no_grad()
-    def repeat(self, parameter: nn.Parameter) -> None:
+    def repeat(self, parameter: Tensor) -> None:
         """Writes values to a parameter, in the memory that it has."""
         for views, call in self.calls:
-            tensor: Tensor = parameter
+            tensor = parameter
             for view in views:
-                tensor = view.on(tensor)
-            call.on(tensor)
+                tensor = view(tensor)
+            call(tensor)
 
 
 #: By the parameter on the meta device.
@@ -100,20 +90,24 @@ def give_values(model: nn.Module, other_than: Container[Tensor]) -> None:
 
 def record(function: Any, arguments: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
     """Notes a call that has returned, if it wrote to a parameter that is watched, or made a view of it."""
-    by_name = "tensor" if "tensor" in named else ""  # as functions of torch.nn.init are called
+    by_name = "tensor" in named  # as functions of torch.nn.init are called
     tensor = named["tensor"] if by_name else arguments[0] if arguments else None
     if not isinstance(tensor, Tensor) or tensor not in _views:
         return
     recipe, views = _views[tensor]
-    others = arguments if by_name else arguments[1:]
-    call = _Call(function, others, {key: value for key, value in named.items() if key != by_name}, by_name)
+    rest = arguments if by_name else arguments[1:]
+    others = {key: value for key, value in named.items() if key != "tensor"}
+
+    def call(tensor: Tensor) -> Any:
+        return function(*rest, **others, tensor=tensor) if by_name else function(tensor, *rest, **others)
+
     name = getattr(function, "__name__", "")
     if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
         if not views and (name in _OVERWRITES or getattr(function, "__module__", "") == "torch.nn.init"):
             recipe.calls, recipe.unknown = [], False
         elif not recipe.calls:
             recipe.unknown = True  # what it had before is not known
-        recipe.unknown |= any(isinstance(each, Tensor) for each in (*others, *call.named.values()))
+        recipe.unknown |= any(isinstance(each, Tensor) for each in (*rest, *others.values()))
         recipe.calls.append((views, call))
     elif isinstance(result, Tensor) and result.is_meta and result not in _views and _same_storage(result, tensor):
         _views[result] = (recipe, (*views, call))

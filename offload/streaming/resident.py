@@ -108,7 +108,5 @@ def resident_shard(
     shard.home = MemoryBlock(device_buffer(nbytes, device))
     for s in shard.own:
         shard.home_view(s).copy_(s.parameter.detach())
-        gradient, s.parameter.grad = s.parameter.grad, None
-        shard.point_home(s)
-        s.parameter.grad = None if gradient is None else gradient.to(device)
+        shard.move_home(s)
     return shard

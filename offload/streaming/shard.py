@@ -10,21 +10,22 @@ their gradients are added to the owner's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from offload.storage import Block, Tier
-from offload.streaming.casts import Casts
 from offload.streaming.contract import PendingUpdate
+from offload.streaming.quantised import stored_tensors
 from offload.streaming.slices import Slice, read_converted
-from offload.streaming.stored_gradients import GradientRegion, GradientTypes
-from pipe.torch_private.autograd import outside_inference_mode, set_versions
+from offload.streaming.stored_gradients import GradientRegion, GradientTypes, set_gradient
+from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
 
-__all__ = ["Shard", "regions_of"]
+__all__ = ["Shard", "round_gradients"]
 
 
 @dataclass(eq=False)
@@ -53,7 +54,7 @@ class Shard:
     sealed: tuple[int, ...] | None = None
     #: Whether layers use the home itself instead of a copy in a slot.
     in_place: bool = False
-    #: The places of stored gradients: one region, more after other cuts.
+    #: The places of stored gradients: one region, and others for what was thawed while it was in use.
     gradient_regions: list[GradientRegion] = field(default_factory=list)
     #: In which types they are stored.
     gradient_types: GradientTypes = field(default_factory=GradientTypes)
@@ -66,8 +67,6 @@ class Shard:
     loaded_versions: tuple[int, ...] = ()
     #: Whether layers wrote to the weights in its slot in a backward, which is not stored.
     written: bool = False
-    #: Casts of its weights that kept graphs refer to.
-    weight_casts: Casts = field(default_factory=Casts)
     #: The memory of own parameters at home, each on a storage of its own, by their offset.
     own_memory: dict[int, Tensor] = field(default_factory=dict)
     _slot: Tensor | None = None
@@ -96,6 +95,11 @@ class Shard:
     def trainable(self) -> bool:
         """Whether any parameter takes a gradient."""
         return any(parameter.requires_grad for parameter in self.parameters)
+
+    @functools.cached_property
+    def places(self) -> list[tuple[Shard, Slice]]:
+        """For each parameter of :attr:`slices`, the shard that stores it and its slice there."""
+        return [*((self, s) for s in self.own), *self.loans]
 
     @property
     def at_home(self) -> list[Slice]:
@@ -164,11 +168,6 @@ class Shard:
         """Version counter of each parameter: equal counters mean no write in between."""
         return tuple([s.parameter._version for s in self.slices])
 
-    def set_versions(self, versions: tuple[int, ...]) -> None:
-        """Declares that the parameters hold the same values as when their counters were ``versions``."""
-        if versions != self.versions():
-            set_versions(self.parameters, versions)
-
     def assigned(self) -> list[Slice]:
         """While not bound: the own parameters whose ``.data`` the user has replaced."""
         if self.home is None:
@@ -204,11 +203,10 @@ class Shard:
             self.home.read_into(slot)
         elif self.home is not None:
             places = list(zip(self.own, self.slices, strict=False))
-            read_converted(self.home, places, slot, in_windows=self.blocking_io and slot.device.type == "cpu")
+            read_converted(self.home, places, slot, in_file=self.blocking_io)
 
     def drop(self) -> None:
         """Leaves its slot, if it has one, which is never copied back; once no copy into it is running."""
-        self.weight_casts.end_visit()
         self._slot, self.loaded = None, False
 
     @property
@@ -219,6 +217,10 @@ class Shard:
 
     def point_home(self, s: Slice) -> None:
         """Points an own parameter to its stored values."""
+        s.point_to(self.memory_of(s))
+
+    def memory_of(self, s: Slice) -> Tensor:
+        """The stored values of an own parameter, on a storage of their own."""
         assert self.home is not None
         memory = self.own_memory.get(s.offset)
         # Code that shares the storage with another process moves it to other memory.
@@ -226,7 +228,13 @@ class Shard:
             memory = s.own_view(self.home.tensor)
             if s.nbytes:
                 self.own_memory[s.offset] = memory
-        s.point_to(memory)
+        return memory
+
+    def move_home(self, s: Slice) -> None:
+        """Points an own parameter to its stored values, and moves its gradient to where these are."""
+        gradient, s.parameter.grad = s.parameter.grad, None
+        self.point_home(s)
+        set_gradient(s.parameter, None if gradient is None else gradient.to(s.parameter.device))
 
     def home_view(self, s: Slice) -> Tensor:
         """A view of a parameter's stored values, for the engine: in the storage of the home."""
@@ -234,16 +242,18 @@ class Shard:
         with outside_inference_mode():
             return s.view(self.home.tensor)
 
+    def lower_view(self, s: Slice) -> Tensor | None:
+        """The lower halves of an own parameter, int16, in the order of its memory; None if they are not stored."""
+        return None if self.lower is None else self.lower.tensor[s.offset : s.offset + s.nbytes].view(torch.int16)
+
     def detach_gradients(self) -> None:
         """Drops regions whose earlier gradients are still used, or that only waste space: on frozen parameters, or on
         those of other shards."""
-        regions = self.gradient_regions
-        if not any(region.stored() for region in regions):
-            own = {id(s.parameter) for s in self.own}
-            placed = (s.parameter for region in regions for s in region.slices)
-            fitting = all(p.requires_grad and id(p) in own for p in placed)
-            regions = regions if fitting and len(regions) == 1 else []
-        self.gradient_regions = [region for region in regions if not region.in_use()]
+        found = [(region, len(region.stored())) for region in self.gradient_regions]
+        if not any(stored for _, stored in found):
+            trained = [*map(id, [s for s in self.own if s.parameter.requires_grad])]
+            found = [(region, 0) for region, _ in found if [*map(id, region.slices)] == trained]
+        self.gradient_regions = [region for region, stored in found if not region.in_use(stored)]
 
     def gradient_region(self, parameter: nn.Parameter) -> GradientRegion | None:
         """The region with a place for the gradient of an own parameter, if there is one."""
@@ -264,7 +274,7 @@ class Shard:
 
     def copies(self, position: int) -> bool:
         """Whether a load copies the parameter at ``position`` of :attr:`slices`; else layers use it where it rests."""
-        return not self.owner_of(position)[0].resident
+        return not self.places[position][0].resident
 
     def whole_like(self, s: Slice) -> Tensor:
         """A tensor without memory, like an own parameter, of which other processes may store a part."""
@@ -272,26 +282,24 @@ class Shard:
 
     def check_stores(self, positions: Sequence[int]) -> None:
         """Raises RuntimeError if writes of layers to parameters at ``positions`` cannot be stored."""
-        found = [s.name for s in (self.owner_of(k)[1] for k in positions) if s.form is not None]
+        found = [s.name for s in (self.places[k][1] for k in positions) if s.form is not None]
         if found:
-            if not self.in_place:
-                self.set_versions(self.loaded_versions)  # what they wrote is dropped with the slot
             raise RuntimeError(
                 f"layers of shard {self.index} wrote their own parameters ({', '.join(found)}) while they ran, but "
                 f"with store_dtype= only an OffloadOptimizer writes parameters; make the model without store_dtype"
             )
 
-    @functools.cached_property
-    def places(self) -> list[tuple[Shard, Slice]]:
-        """For each parameter of :attr:`slices`, the shard that stores it and its slice there."""
-        return [self.owner_of(position) for position in range(len(self.slices))]
 
-    def owner_of(self, position: int) -> tuple[Shard, Slice]:
-        """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
-        borrowed = position - len(self.own)
-        return (self, self.own[position]) if borrowed < 0 else self.loans[borrowed]
-
-
-def regions_of(shards: Iterable[Shard]) -> Iterator[GradientRegion]:
-    """The regions of gradients of some shards, each once."""
-    return iter(dict.fromkeys(region for shard in shards for region in shard.gradient_regions))
+def round_gradients(shards: Sequence[Shard], dtype: torch.dtype, *, accumulates: bool) -> None:
+    """Stores floating-point gradients of all shards of a model rounded to ``dtype``, see :class:`.GradientTypes`."""
+    layers = [layer for shard in shards for layer in shard.layers]
+    uses = Counter(id(each.parameter) for layer in layers for each in stored_tensors([("", layer)]))
+    rounded: set[int] = set()
+    # As it is stored, and as layers use it, which differ with a mesh.
+    for there, here in (pair for shard in shards for pair in zip(shard.own, shard.slices, strict=False)):
+        wide = there.full_dtype.is_floating_point and there.full_dtype.itemsize > dtype.itemsize
+        if wide and uses[id(here.parameter)] == 1:
+            rounded |= {id(there.parameter), id(here.parameter)}
+    types = GradientTypes(dtype, accumulates, frozenset(rounded))
+    for shard in shards:
+        shard.gradient_types = types

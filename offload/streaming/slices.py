@@ -83,10 +83,14 @@ class Slice:
 
     def view(self, block: Tensor) -> Tensor:
         """The parameter's values in ``block`` (flat, uint8); no copy."""
+        return self.view_at(block, self.offset, self.dtype)
+
+    def view_at(self, block: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of the parameter's layout and of this type at an offset of ``block`` (flat, uint8); no copy."""
         # Not an autograd view, which would reference its base: references to the storage of a block are counted.
-        offset = block.storage_offset() + self.offset
-        memory = torch.empty(0, dtype=self.dtype, device=block.device)
-        return memory.set_(block.untyped_storage(), offset // self.dtype.itemsize, self.parameter.shape, self.stride)
+        memory = torch.empty(0, dtype=dtype, device=block.device)
+        begin = (block.storage_offset() + offset) // dtype.itemsize
+        return memory.set_(block.untyped_storage(), begin, self.parameter.shape, self.stride)
 
     def own_view(self, block: Tensor) -> Tensor:
         """The same on a storage of its own, which begins and ends with the parameter, in the memory of ``block``.
@@ -124,19 +128,18 @@ def layout(
     return slices, end
 
 
-def read_converted(block: Block, places: Sequence[tuple[Slice, Slice]], to: Tensor, *, in_windows: bool) -> None:
+def read_converted(block: Block, places: Sequence[tuple[Slice, Slice]], to: Tensor, *, in_file: bool) -> None:
     """Copies parameters of a block to other memory (flat, uint8), where they have other types.
 
     Args:
         block: from which they are read.
         places: of each parameter, in the block and in ``to``.
         to: on any device.
-        in_windows: read and convert a part at a time: a copy of the block would take as much memory as half of ``to``.
+        in_file: a part is read and converted at a time: a copy of the block would take half as much memory as ``to``.
     """
-    if not in_windows:
-        source = block.staged()
+    if not in_file:
         for there, here in places:
-            here.view(to).copy_(there.view(source), non_blocking=True)
+            here.view(to).copy_(there.view(block.tensor), non_blocking=True)
         return
     window = host_buffer(min(_WINDOW_BYTES, block.nbytes))
     for begin in range(0, block.nbytes, _WINDOW_BYTES):

@@ -1,22 +1,19 @@
 """Where stored gradients are: regions, each with places for the gradients of some parameters.
 
-A shard makes one region, on demand, for all that it trains. Cuts into other shards leave stored gradients where they
-are: a shard then has parts of other shards' regions, until their gradients are gone.
+A shard makes one region, on demand, for all that it trains. What is thawed while gradients are stored gets another one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
-from offload.streaming.quantised import stored_tensors
 from offload.streaming.slices import Slice
 from pipe.torch_private.tensors import storage_uses
 
@@ -54,27 +51,6 @@ class GradientTypes:
     #: all references to parameters are counted.
     rounded: frozenset[int] = frozenset()
 
-    @classmethod
-    def of_layers(
-        cls,
-        layers: Iterable[tuple[str, nn.Module]],
-        own: Iterable[tuple[Slice, Slice]],
-        dtype: torch.dtype,
-        *,
-        accumulates: bool,
-    ) -> GradientTypes:
-        """The types for parameters of ``layers``: floating-point gradients are rounded to ``dtype``.
-
-        ``own``: each as it is stored, and as layers use it, which differ with a mesh.
-        """
-        uses = Counter(id(each.parameter) for name, layer in layers for each in stored_tensors([(name, layer)]))
-        rounded: set[int] = set()
-        for there, here in own:
-            wide = there.full_dtype.is_floating_point and there.full_dtype.itemsize > dtype.itemsize
-            if wide and uses[id(here.parameter)] == 1:
-                rounded |= {id(there.parameter), id(here.parameter)}
-        return cls(dtype, accumulates, frozenset(rounded))
-
     def rounds(self, s: Slice) -> bool:
         """Whether the gradient of a parameter is rounded."""
         return id(s.parameter) in self.rounded
@@ -93,7 +69,7 @@ class GradientRegion:
     """A block, and the offset in it of the gradient of each of some parameters."""
 
     block: Block
-    #: Of these parameters; the slices of their shards, since all references to parameters are counted.
+    #: Of these parameters; the slices of their shard, since all references to parameters are counted.
     slices: list[Slice]
     #: By identity of the parameter.
     offsets: dict[int, int]
@@ -111,8 +87,7 @@ class GradientRegion:
 
     def view(self, s: Slice) -> Tensor:
         """The place of the gradient of a parameter."""
-        place = replace(s.in_full(self.offsets[id(s.parameter)]), dtype=self.types.of(s))
-        return place.view(self.block.tensor)
+        return s.view_at(self.block.tensor, self.offsets[id(s.parameter)], self.types.of(s))
 
     def holds(self, gradient: Tensor | None) -> bool:
         """Whether a gradient is stored here."""
@@ -123,9 +98,9 @@ class GradientRegion:
         return bool(strided) and gradient.untyped_storage().data_ptr() == mine
 
     def stored(self) -> list[Slice]:
-        """The parameters whose gradients are stored here, of whichever shard."""
+        """The parameters whose gradients are stored here."""
         return [s for s in self.slices if (gradient := s.parameter.grad) is not None and self.holds(gradient)]
 
-    def in_use(self) -> bool:
-        """Whether other code refers to its memory: a gradient from before, which was not freed."""
-        return storage_uses(self.block.tensor) > 1 + len(self.stored())
+    def in_use(self, stored: int) -> bool:
+        """Whether other code than so many stored gradients refers to its memory: one from before, which lives on."""
+        return storage_uses(self.block.tensor) > 1 + stored

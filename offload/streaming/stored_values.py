@@ -1,19 +1,21 @@
-"""The values of parameters that homes store in a form (``store_dtype``), for code that reads or writes whole values.
+"""The weights that homes store in a form (``store_dtype``): their values, and who may read and write them.
 
 At home such a parameter is a view of the bfloat16 values that loads read: it may be read there, but only an optimizer
 of this package writes it. Everything else goes through :class:`StoredValues`: ``state_dict()``, checkpoints, files.
 
 Guarantees
     * The step of any other optimizer over such a parameter raises before it changed anything.
+    * What other code writes to such a parameter is found before the next pass (:func:`check_seal`), since it is not a
+      value of the form.
     * Reading and writing values takes memory for one parameter, or less.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import contextvars
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,22 +24,50 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.planning.partition import aligned
 from offload.storage import Tier
-from offload.storage.buffer import host_buffer
-from offload.storage.contract import bytes_of
-from offload.streaming.formed_weights import formed_values, seal, store_formed
+from offload.storage.contract import bytes_of, in_order
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
-__all__ = ["StoredValues", "deferring_values", "defers_values", "note_owner", "stored_values", "values_in_full"]
-
-#: Elements that are decoded at a time.
-_WINDOW = 1 << 20
+__all__ = [
+    "StoredValues",
+    "check_seal",
+    "deferring_values",
+    "defers_values",
+    "note_owner",
+    "seal",
+    "stored_values",
+    "values_in_full",
+]
 
 #: The shard of each parameter that is stored in a form, by the parameter's identity. There is no reference to the
 #: parameter, weak ones included: they count as those of code that may read it at any time.
-_owners: dict[int, weakref.ref[Shard]] = {}
+_owners: weakref.WeakValueDictionary[int, Shard] = weakref.WeakValueDictionary()
 _hook: Any = None
-_state = threading.local()
+_deferring = contextvars.ContextVar("deferring", default=False)
+
+
+def seal(shard: Shard) -> None:
+    """Notes that the parameters have the values that are stored."""
+    shard.sealed = tuple(s.parameter._version for s in shard.formed)
+
+
+def check_seal(shard: Shard) -> None:
+    """Raises RuntimeError if other code has written to parameters that are stored in a form."""
+    if shard.sealed is None:
+        return
+    if (other := next((s for s in shard.assigned() if s.form is not None), None)) is not None:
+        shard.point_home(other)
+        raise RuntimeError(
+            f"other data was assigned to parameter {other.name}, but with store_dtype= only an OffloadOptimizer "
+            f"writes parameters; the assignment was dropped. Load values by load_state_dict()"
+        )
+    for s, version in zip(shard.formed, shard.sealed, strict=True):
+        if s.parameter._version != version:
+            raise RuntimeError(
+                f"parameter {s.name} was written in place, but with store_dtype= only an OffloadOptimizer writes "
+                f"parameters: what was written is not a value of its form. Load values by load_state_dict() or "
+                f"load_checkpoint()"
+            )
 
 
 class StoredValues:
@@ -47,11 +77,12 @@ class StoredValues:
 
     def __init__(self, shard: Shard, s: Slice) -> None:
         assert s.form is not None
-        self._shard, self._slice = shard, s
+        self._shard, self._slice, self._form = shard, s, s.form
         self.shape = s.parameter.shape
         self.device = torch.device("cpu")
         #: That of the values which the form keeps exactly.
         self.dtype = s.full_dtype if s.form.exact else s.dtype
+        self.nbytes = self.shape.numel() * self.dtype.itemsize
 
     def numel(self) -> int:
         """Number of elements."""
@@ -61,11 +92,6 @@ class StoredValues:
         """Bytes of an element."""
         return self.dtype.itemsize
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.numel() * self.element_size()
-
     def data_ptr(self) -> int:
         """Address of what is stored."""
         return self._slice.parameter.data_ptr()
@@ -74,10 +100,20 @@ class StoredValues:
         """Layout of the values."""
         return self._slice.stride
 
+    def in_full(self) -> Tensor:
+        """A copy of the values in the parameter's own type."""
+        found = torch.empty_strided(self.shape, self.stride(), dtype=self._slice.full_dtype)
+        self._form.decode(*self._at_home(), in_order(found))
+        return found
+
     def detach(self) -> Tensor:
         """A copy of the values."""
-        values = formed_values(self._shard, self._slice)
-        return values.to(self.dtype)
+        return self.in_full().to(self.dtype)
+
+    def store(self, values: Tensor) -> None:
+        """Stores values of any type, rounded to the nearest where the form is not exact."""
+        dense = torch.empty_strided(self.shape, self.stride(), dtype=self._slice.full_dtype).copy_(values)
+        self._form.encode(in_order(dense), *self._at_home())
 
     def read_from(self, read_into: Callable[[Tensor], None]) -> None:
         """Stores what a function writes into a tensor. If it raises, nothing is stored."""
@@ -86,54 +122,36 @@ class StoredValues:
         self.write(values)
 
     def write(self, values: Tensor) -> None:
-        """Stores values of any type, rounded to the nearest where the form is not exact."""
-        store_formed(self._shard, self._slice, values)
+        """As :meth:`store`, for parameters that others have read."""
+        self.store(values)
         torch.autograd.graph.increment_version(self._slice.parameter)
         seal(self._shard)
+
+    def _at_home(self) -> tuple[Tensor, Tensor | None]:
+        return in_order(self._shard.home_view(self._slice)), self._shard.lower_view(self._slice)
 
 
 def note_owner(shard: Shard) -> None:
     """Makes the values of the parameters of a shard known; called for each new shard."""
     global _hook
     formed = shard.formed
-    if formed:
-        owner = weakref.ref(shard)
-        identities = [id(s.parameter) for s in formed]
-        _owners.update(dict.fromkeys(identities, owner))
-        weakref.finalize(shard, _forget, identities, owner).atexit = False
+    _owners.update((id(s.parameter), shard) for s in formed)
     if formed and _hook is None:
         _hook = register_optimizer_step_pre_hook(_refuse)
 
 
-def _forget(identities: Sequence[int], owner: weakref.ref[Shard]) -> None:
-    for identity in identities:
-        if _owners.get(identity) is owner:
-            del _owners[identity]
-
-
-def _owner_of(tensor: Any) -> tuple[Shard, Slice] | None:
-    """The shard and slice of a parameter that is stored in a form."""
-    found = _owners.get(id(tensor))
-    shard = None if found is None else found()
-    s = None if shard is None else next((s for s in shard.formed if s.parameter is tensor), None)
-    return None if shard is None or s is None else (shard, s)
-
-
 def stored_values(tensor: Any) -> StoredValues | None:
-    """The stored values of a parameter at home; None for any other tensor, and while layers have the parameter."""
-    found = _owner_of(tensor)
-    if found is None:
-        return None
-    shard, s = found
-    at_home = shard.home is not None and s.parameter.data_ptr() == shard.home.tensor.data_ptr() + s.offset
-    return StoredValues(shard, s) if at_home else None
+    """The stored values of a parameter at home; None for any other tensor, and while it has memory of its own."""
+    shard = _owners.get(id(tensor))
+    s = None if shard is None else next(s for s in shard.formed if s.parameter is tensor)
+    return None if shard is None or s is None or s in shard.assigned() else StoredValues(shard, s)
 
 
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Raises RuntimeError for an optimizer that would write parameters itself."""
     if getattr(optimizer, "updates_homes", False):
         return
-    if any(_owner_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
+    if any(id(p) in _owners for group in optimizer.param_groups for p in group["params"]):
         kind = type(optimizer).__name__
         raise RuntimeError(
             f"expected an OffloadOptimizer for a model with store_dtype=, got a {kind}, which would write rounded "
@@ -145,16 +163,16 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
 @contextlib.contextmanager
 def deferring_values() -> Iterator[None]:
     """A context in which ``state_dict()`` has :class:`StoredValues`, each of which is read when it is used."""
-    before, _state.deferring = defers_values(), True
+    token = _deferring.set(True)
     try:
         yield
     finally:
-        _state.deferring = before
+        _deferring.reset(token)
 
 
 def defers_values() -> bool:
-    """Whether this thread is inside of :func:`deferring_values`."""
-    return bool(getattr(_state, "deferring", False))
+    """Whether this is inside of :func:`deferring_values`."""
+    return _deferring.get()
 
 
 def values_in_full(shards: Iterable[Shard], tier: Tier) -> dict[int, Tensor]:
@@ -162,31 +180,14 @@ def values_in_full(shards: Iterable[Shard], tier: Tier) -> dict[int, Tensor]:
 
     Where homes are files, the copies are in a file as well, which is removed with them.
     """
-    found = [(shard, s) for shard in shards for s in shard.formed]
     places, end = [], 0
-    for shard, s in found:
-        places.append((shard, s, end))
-        end += aligned(s.full_nbytes)
+    for shard in shards:
+        for s in shard.formed:
+            places.append((shard, s, end))
+            end += aligned(s.full_nbytes)
     if not places:
         return {}
     block = tier.allocate(end, "state-dict")
     for shard, s, offset in places:
-        for begin in range(0, s.parameter.numel(), _WINDOW):
-            values = _window(shard, s, begin, min(_WINDOW, s.parameter.numel() - begin))
-            block.write(bytes_of(values), offset + begin * values.element_size())
+        block.write(bytes_of(StoredValues(shard, s).in_full()), offset)
     return {s.parameter.data_ptr(): s.in_full(offset).own_view(block.tensor) for _, s, offset in places}
-
-
-def _window(shard: Shard, s: Slice, begin: int, count: int) -> Tensor:
-    """The values of some elements, in the order of memory."""
-    assert s.form is not None
-    assert shard.home is not None
-    at = s.offset + begin * s.dtype.itemsize
-    halves = []
-    for block in (shard.home, shard.lower):
-        if block is not None:
-            halves.append(host_buffer(count * s.dtype.itemsize))
-            block.read_into(halves[-1], at)
-    values = torch.empty(count, dtype=s.full_dtype)
-    s.form.decode(halves[0].view(s.dtype), halves[1].view(torch.int16) if len(halves) > 1 else None, values)
-    return values

@@ -16,23 +16,166 @@ Assumes
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from offload.planning.budget import shown_bytes
-from offload.planning.slot_sizes import slot_sizes
+from offload.planning.partition import slot_sizes
 from offload.storage import Tier
-from offload.streaming.contract import PendingUpdate
+from offload.storage.buffer import device_buffer
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, CopyLanes, error_context
 from offload.streaming.shard import Shard
-from offload.streaming.slot_pool import SlotPool
 from offload.telemetry.statistics import LOAD_FROM_MEMORY, Meter
+from pipe.torch_private.autograd import outside_inference_mode
+from pipe.torch_private.tensors import storage_uses
 
-__all__ = ["Streamer"]
+__all__ = ["SlotPool", "Streamer", "share_slots"]
+
+
+class SlotPool:
+    """Equal device buffers (slots) that hold loaded shards, of one model or of models that compute in turns.
+
+    A shard that is larger than a slot gets a buffer of its own, which is freed when the shard is evicted.
+
+    Models that never compute at the same time can share slots: the computing model acquires them, and the others evict
+    their shards, least recently used model first. So a device holds the slots of one turn, and one more for the next
+    turn, whatever the number of models. A computing model never loses a slot, and gets as many as it has when alone.
+    Memory is allocated once, at first use. Two models of a pool that compute at once raise an error.
+
+    ``streamers``: of models that share them, in the order of their forward turns; empty for one model alone.
+    """
+
+    def __init__(self, device: torch.device, slots: int, slot_bytes: int, streamers: Sequence[Streamer] = ()) -> None:
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._device = device
+        self.streamers = list(streamers)
+        #: Whether models share the pool.
+        self.shared = bool(self.streamers)
+        self._recent = list(streamers)  # least recently used first
+        self._computing: Streamer | None = None
+        #: All slots, once they are allocated, and those that hold no shard.
+        self._all: list[Tensor] = []
+        self._free: list[Tensor] = []
+        #: Buffers of single shards by their identity, with the meter that counts each.
+        self._own: dict[int, tuple[Tensor, Meter]] = {}
+        self._meter: Meter | None = None
+        #: References to each slot that the engine made, by its identity.
+        self._views: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def turn(self, streamer: Streamer) -> Iterator[None]:
+        """``streamer`` computes inside the context. Raises RuntimeError if another one computes."""
+        if not self.shared:
+            yield
+            return
+        # An interrupt at the end of a turn leaves a user here that does not compute.
+        before = self._computing
+        if before not in (None, streamer) and before.in_pass():
+            raise RuntimeError("two models that take turns on one device compute at once; do not share their slots")
+        try:
+            self.computes(streamer)
+            yield
+        finally:
+            self._computing = before
+
+    def computes(self, streamer: Streamer) -> None:
+        """Called when ``streamer`` computes next, where models share the pool."""
+        self._computing = streamer
+        if self._recent[-1] is not streamer:
+            self._recent = [*(other for other in self._recent if other is not streamer), streamer]
+
+    def acquire_slot(self, meter: Meter, nbytes: int) -> Tensor:
+        """Acquires a slot for a shard of the computing model; for one that is larger than a slot, a buffer of its own.
+
+        The buffer is freed when it is released.
+        """
+        if nbytes > self.slot_bytes:
+            with outside_inference_mode():
+                own = device_buffer(nbytes, self._device)
+            meter.hold(nbytes)
+            self._own[id(own)] = own, meter
+            return own
+        if self._meter is None:
+            # Without this, slots allocated inside inference mode could never be filled outside it.
+            with outside_inference_mode():
+                self._all = [device_buffer(self.slot_bytes, self._device) for _ in range(self.slots)]
+            self._free = list(self._all)
+            meter.hold(self.slots * self.slot_bytes)
+            self._meter = meter
+        while not self._free and any(other.evict_one() for other in self._recent if other is not self._computing):
+            pass
+        return self._free.pop()
+
+    def acquire_unneeded(self, streamer: Streamer) -> Tensor | None:
+        """Acquires a slot that the current turn does not need, for a prefetch; None if there is none."""
+        while not self._free and any(other.evict_one() for other in self._recent[:-1] if other is not streamer):
+            pass
+        return self._free.pop() if self._free else None
+
+    def count_views(self, slot: Tensor, count: int) -> None:
+        """Records ``count`` references to a slot that the engine itself created."""
+        self._views[id(slot)] = self._views.get(id(slot), 0) + count
+
+    def is_referenced(self, slot: Tensor) -> bool:
+        """Whether a slot's storage has references that the engine did not create."""
+        return storage_uses(slot) > 1 + self._views.get(id(slot), 0)
+
+    def replace(self, slot: Tensor) -> Tensor:
+        """Allocates a new slot in place of one that is still referenced. A shard's own buffer is not used again."""
+        if id(slot) in self._own:
+            return slot
+        with outside_inference_mode():
+            new = device_buffer(slot.numel(), self._device)
+        self._all = [new if old is slot else old for old in self._all]
+        self._views.pop(id(slot), None)
+        return new
+
+    def release(self, slot: Tensor, *, last: bool = False) -> None:
+        """Returns a slot; ``last``: others are acquired before it, since an update still writes to it."""
+        if id(slot) in self._own:
+            self._views.pop(id(slot), None)
+            self._own.pop(id(slot))[1].release(slot.numel())
+            return
+        self._free.insert(0 if last else len(self._free), slot)
+
+    def _free_own(self) -> None:
+        """Frees buffers that belong to one shard, which is larger than a slot."""
+        for slot, _ in list(self._own.values()):
+            self.release(slot)
+
+    def resize(self, slots: int, slot_bytes: int) -> None:
+        """Changes number and size of the slots, while all are free; they are allocated at their next use."""
+        if (slots, slot_bytes) != (self.slots, self.slot_bytes):
+            self.free_memory()
+            self.slots, self.slot_bytes = slots, slot_bytes
+
+    def free_memory(self) -> None:
+        """Frees all memory, when the only model of the pool moves to another one, or needs other slots."""
+        self._free_own()
+        if self._meter is not None:
+            self._meter.release(self.slots * self.slot_bytes)
+        self._meter, self._all, self._free = None, [], []
+        self._views.clear()
+
+    def reset(self) -> None:
+        """Marks all slots as free, after a failure, once no user has one."""
+        self._free_own()
+        for slot in self._all:
+            if self.is_referenced(slot):  # an exception's frames may hold views
+                self.replace(slot)
+        self._free = list(self._all)
+
+    def prefetch_previous(self, streamer: Streamer) -> None:
+        """Lets the model whose backward turn is next prefetch."""
+        if self.streamers and self.streamers[0] is not streamer:
+            following = self.streamers[self.streamers.index(streamer) - 1]
+            following.prefetch(following.backward_order)
 
 
 class Streamer:
@@ -62,7 +205,8 @@ class Streamer:
         self.slot_bytes = self._size_of_slots(self.slots)
         #: The slots, of this model alone or shared with models that compute in turns.
         self.slot_pool = SlotPool(device, self.slots, self.slot_bytes)
-        self._loads: dict[int, Arrival] = {}
+        #: The shards that are in slots, or on the way there, the earliest first, with the copies that fill these.
+        self.loaded: dict[int, Arrival] = {}
         #: True while slots are filled or evicted outside a pass. If an exception leaves it True, call :meth:`cancel`.
         self.must_cancel = False
         #: Returns whether the model is inside a pass.
@@ -128,19 +272,15 @@ class Streamer:
             self.await_load(j)
         self.gradient_offload.update(shard, shard.slot if in_slot else None)
 
-    def _start_update(self, j: int, slot: Tensor | None = None) -> tuple[Tensor, PendingUpdate | None, list[Arrival]]:
-        if slot is None:
-            slot = self.slot_pool.acquire_slot(self._meter, self.shards[j].slot_bytes)
-        pending = self.shards[j].pending  # read once: a thread may reset it at any time
-        free = None if self.gradient_offload.is_updated(slot) else slot
-        return slot, pending, [] if pending is None else [pending.start(free)]
-
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        self._fill(j, *self._start_update(j))
+        self._fill(j, self.slot_pool.acquire_slot(self._meter, self.shards[j].slot_bytes))
 
-    def _fill(self, j: int, slot: Tensor, pending: PendingUpdate | None, arrivals: list[Arrival]) -> None:
+    def _fill(self, j: int, slot: Tensor) -> None:
         shard = self.shards[j]
+        pending = shard.pending  # read once: a thread may reset it at any time
+        free = None if self.gradient_offload.is_updated(slot) else slot
+        arrivals = [] if pending is None else [pending.start(free)]
         shard.load(slot)
         self._meter.shard_loads += 1
         nbytes = shard.bytes_at_home
@@ -158,7 +298,7 @@ class Streamer:
         others += self.gradient_offload.pop_update(slot)
         # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step, or
         # while the shard that was in it before is updated there.
-        self._loads[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
+        self.loaded[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
 
     def is_unfinished(self, pending: bool) -> bool:
         """Whether updates are to be applied before parameters are read, some of which are ``pending``."""
@@ -189,7 +329,7 @@ class Streamer:
         """Evicts shard ``j``. Its slot is free at once, since copies into it are queued after its readers."""
         shard = self.shards[j]
         # Without this, an unused load may write to the slot after the next one.
-        self._loads.pop(j).wait()
+        self.loaded.pop(j).wait()
         slot = shard.slot
         shard.drop()
         updated = self.gradient_offload.is_updated(slot)
@@ -222,7 +362,7 @@ class Streamer:
             slot = self.slot_pool.acquire_unneeded(self) if fits else None
             if slot is None:
                 break
-            self._fill(j, *self._start_update(j, slot))
+            self._fill(j, slot)
             there.add(j)
         self.must_cancel = False
 
@@ -233,16 +373,11 @@ class Streamer:
             self.evict(j)
         return j is not None
 
-    @property
-    def loaded(self) -> Collection[int]:
-        """The shards that are in slots, or on the way there, the earliest first."""
-        return self._loads
-
     def await_load(self, j: int) -> None:
         """Makes compute wait for the load of shard ``j``."""
         with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is not filled yet.
-            self._loads[j].wait()
+            self.loaded[j].wait()
 
     def await_update_in_place(self, j: int) -> None:
         """Makes compute wait for the pending update of a shard that layers use where it rests."""
@@ -253,7 +388,7 @@ class Streamer:
 
     def wait_for_home_reads(self, end: int | None = None) -> None:
         """Blocks the host until no load reads stored weights (of the shards before ``end``): they may be written."""
-        for j, arrival in self._loads.items():
+        for j, arrival in self.loaded.items():
             if end is not None and j >= end:
                 continue
             with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
@@ -274,8 +409,8 @@ class Streamer:
         Works after an exception at any line, and again after an interrupted call. Models that share the slots drop
         theirs, too.
         """
-        for slot_user in self.slot_pool.slot_users or [self]:
-            slot_user.reset()
+        for streamer in self.slot_pool.streamers or [self]:
+            streamer.reset()
         self.slot_pool.reset()
 
     def reset(self) -> None:
@@ -290,8 +425,25 @@ class Streamer:
         self.gradient_offload.cancel()
         for shard in self.shards:
             shard.drop()
-        self._loads.clear()
+        self.loaded.clear()
         self.must_cancel = False
+
+
+def share_slots(stages: Sequence[Sequence[Streamer]]) -> None:
+    """Gives streamers of one device a common pool: those of a stage compute together, stages in turns.
+
+    Its size is that of the largest turn, plus one slot for the next turn if that turn holds all its shards.
+    """
+    streamers = [streamer for stage in stages for streamer in stage]
+    slots = 0
+    for stage in stages:
+        held = sum(streamer.most_slots for streamer in stage)
+        keeps_all = held == sum(len(streamer.shards) for streamer in stage)
+        slots = max(slots, held + (keeps_all and len(stages) > 1))
+    slot_bytes = max(streamer.slot_bytes for streamer in streamers)
+    slot_pool = SlotPool(streamers[0].device, slots, slot_bytes, streamers)
+    for streamer in streamers:
+        streamer.use_slots(slot_pool)
 
 
 def _warn_of_view(j: int, slot: Tensor) -> None:

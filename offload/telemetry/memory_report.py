@@ -1,14 +1,12 @@
-"""Reports how the memory of a model is used, and why: one table that adds up to the peak of a step, and its picture."""
+"""Reports how the memory of a model is used, and why: one table that adds up to the peak of a step."""
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 
-from offload.planning.budget import shown_bytes
+from offload.planning.budget import shown_bytes, shown_seconds, table
 from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict, seconds_saved
-from offload.planning.shown import shown_seconds, table
 
 __all__ = ["MemoryReport"]
 
@@ -16,8 +14,6 @@ __all__ = ["MemoryReport"]
 NO_SECONDS = 5e-5
 #: How much more memory is worth a look: a GiB, or a quarter of a small limit, which is a MiB at least.
 MORE_BYTES, LEAST_MORE_BYTES, MORE_SHARE = 1 << 30, 1 << 20, 4
-
-_Row = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -52,21 +48,32 @@ class MemoryReport:
             return None
 
     def __str__(self) -> str:
-        p = self.predicted
+        p, limit = self.predicted, shown_bytes(self.limit_bytes)
         if p is None:
-            limit = shown_bytes(self.limit_bytes)
             return f"memory: {limit} on {self.device}; the plan is chosen when one training step has been measured"
-        rows: list[_Row] = [("at the peak", self._unit[0], "saves", ""), *self._uses(p)]
+        saved, words, (unit, _) = seconds_saved(p), self._in_words(p), self._unit
+        rows = [("at the peak", unit, "saves", "")]
+        for use, nbytes in p.uses:
+            rows.append((use, self._shown(nbytes), _saved(saved[use]) if use in saved else "", words[use]))
         rows.append(("predicted", self._shown(p.memory_bytes), "", ""))
         if (peak := self.measured_bytes) is not None:
             more = f"{self._shown(max(0, peak - p.memory_bytes))} of it by the allocator and libraries"
             rows.append(("measured", self._shown(peak), "", more))
-        rows.append(("limit", self._shown(self.limit_bytes), "", f"on {self.device}"))
-        rows += [("", "", "", ""), *self._step(p)]
+        rows += [("limit", self._shown(self.limit_bytes), "", f"on {self.device}"), ("", "", "", "")]
+        # What layers and lanes do side by side.
+        rows += [("in a step", unit, "takes", "")]
+        rows.append(("compute", "", shown_seconds(p.forecast.compute_seconds), "inside layers"))
+        for each in moves(p):
+            told = words[each.what + " in a step"].format(each.shards)
+            rows.append((each.what, self._shown(each.nbytes), shown_seconds(each.seconds), told))
+        waits = f"{shown_seconds(p.forecast.wait_seconds)} of it waiting for copies"
+        rows.append(("predicted", "", shown_seconds(p.forecast.seconds), waits))
+        if (seconds := self.measured_seconds) is not None:
+            rows.append(("measured", "", shown_seconds(seconds), "with what runs between forward and backward"))
         if (larger := self.more) is not None:
-            saved = _saved(max(0.0, p.seconds - larger.seconds))
-            rows += [("", "", "", ""), ("another plan", self._unit[0], "saves", "")]
-            rows.append(("more memory", self._shown(self.more_limit_bytes), saved, str(larger.choice)))
+            gain = _saved(max(0.0, p.forecast.seconds - larger.forecast.seconds))
+            rows += [("", "", "", ""), ("another plan", unit, "saves", "")]
+            rows.append(("more memory", self._shown(self.more_limit_bytes), gain, str(larger.choice)))
         return table(rows)
 
     @property
@@ -76,13 +83,6 @@ class MemoryReport:
 
     def _shown(self, nbytes: float) -> str:
         return f"{nbytes / self._unit[1]:,.2f}"
-
-    def _uses(self, p: Prediction) -> list[_Row]:
-        """The rows of memory, the largest first."""
-        saved, words = seconds_saved(p), self._in_words(p)
-        return [
-            (use, self._shown(nbytes), _saved(saved[use]) if use in saved else "", words[use]) for use, nbytes in p.uses
-        ]
 
     def _in_words(self, p: Prediction) -> dict[str, str]:
         choice, model, outside = p.choice, p.model, p.model.outside
@@ -106,53 +106,11 @@ class MemoryReport:
             "update buffers": "through which optimizer states in files are updated",
             "transfer buffers": "through which files are read and written",
             "earlier steps": "by which earlier steps exceeded their prediction",
+            "loads in a step": f"{{}} of {shards} shards stream from their homes",
+            "gradients in a step": "of {} shards to their homes",
+            "updates in a step": "of {} shards, by so much of gradients",
+            "boundaries in a step": "out of memory and back",
         }
-
-    def _step(self, p: Prediction) -> list[_Row]:
-        """The rows of time: what layers and lanes do side by side."""
-        rows: list[_Row] = [("in a step", self._unit[0], "takes", "")]
-        rows.append(("compute", "", shown_seconds(p.forecast.compute_seconds), "inside layers"))
-        for each in moves(p):
-            words = {
-                "loads": f"{each.shards} of {p.model.shards} shards stream from their homes",
-                "gradients": f"of {each.shards} shards to their homes",
-                "updates": f"of {each.shards} shards, by so much of gradients",
-                "boundaries": "out of memory and back",
-            }
-            rows.append((each.what, self._shown(each.nbytes), shown_seconds(each.seconds), words[each.what]))
-        waits = f"{shown_seconds(p.forecast.wait_seconds)} of it waiting for copies"
-        rows.append(("predicted", "", shown_seconds(p.seconds), waits))
-        if (seconds := self.measured_seconds) is not None:
-            rows.append(("measured", "", shown_seconds(seconds), "with what runs between forward and backward"))
-        return rows
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the table as stacked bars of bytes against the limit, into a file of the type that its name ends with.
-
-        Raises ImportError without matplotlib, which the extra ``bench`` has; RuntimeError before the first step.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "plot() needs matplotlib: pip install 'gradstream[bench]', or matplotlib alone"
-            ) from error
-        if self.predicted is None:
-            raise RuntimeError("run one training step first: the plan is chosen from what it measures")
-        unit, factor = self._unit
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes, below = figure.add_subplot(), 0.0
-        for use, nbytes in self.predicted.uses:
-            axes.bar("predicted", nbytes / factor, bottom=below, label=f"{use}: {shown_bytes(nbytes)}")
-            below += nbytes / factor
-        if (peak := self.measured_bytes) is not None:
-            axes.bar("measured", peak / factor, color="lightgrey", label=f"measured: {shown_bytes(peak)}")
-        limit = shown_bytes(self.limit_bytes)
-        axes.axhline(self.limit_bytes / factor, color="black", linestyle="--", label=f"limit: {limit}")
-        axes.set_title(f"memory of a step on {self.device}: {shown_bytes(self.predicted.memory_bytes)} of {limit}")
-        axes.set_ylabel(f"{unit} at the peak")
-        figure.legend(loc="outside right upper", reverse=True)
-        figure.savefig(os.fspath(path), dpi=150)
 
 
 def _saved(seconds: float) -> str:

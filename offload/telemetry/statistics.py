@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from offload.planning.budget import shown_record
 from offload.planning.memory_profile import MemoryProfile, ProfilesBySize
-from offload.planning.shown import shown_record
 from offload.telemetry.clock import Clock
 from offload.telemetry.trace import Tracer
 

@@ -20,31 +20,12 @@ from torch import Tensor, nn
 from pipe.microbatch import split_nested
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.replay import Replay
-from pipe.skip.namespace import Key
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
 from pipe.torch_private.tensors import memory_of
 
 __all__ = ["profile_sizes", "profile_times"]
 
 T = TypeVar("T")
-
-
-class _CuttingTracker(SkipTracker):
-    """Passes skip tensors on without their graph, and collects those stashed since the last ``take_stashed``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stashed: list[Any] = []
-
-    def save(self, key: Key | None, tensor: Any) -> None:
-        """Keeps the tensor itself for the backward of its layer, and a detached copy for the layer that pops it."""
-        self._stashed.append(tensor)
-        super().save(key, _cut(tensor))
-
-    def take_stashed(self) -> list[Any]:
-        """The tensors that the last layer stashed."""
-        stashed, self._stashed = self._stashed, []
-        return stashed
 
 
 def _cut(value: Any) -> Any:
@@ -70,15 +51,17 @@ def _measured(
     """What ``measure(layer, run)`` returns for each layer; ``run()`` returns the tensors that it returns or stashes."""
     found = []
     value = map_tensors(lambda t: t.detach().to(device).requires_grad_(t.requires_grad), sample)
-    replay = Replay.capture([device])
-    with replay.again(), torch.enable_grad(), use_skip_tracker(_CuttingTracker()) as tracker:
+    replay, tracker = Replay.capture([device]), SkipTracker()
+    with replay.again(), torch.enable_grad(), use_skip_tracker(tracker):
         for layer in layers:
             value = _cut(value)
+            before = {key: _cut(tensor) for key, tensor in tracker.items()}
+            tracker.update(before)
 
-            def run(layer: nn.Module = layer) -> list[Tensor]:
+            def run(layer: nn.Module = layer, before: SkipTracker = before) -> list[Tensor]:
                 nonlocal value
                 value = layer(value)
-                return tensors_in([value, tracker.take_stashed()])
+                return tensors_in([value, [tensor for key, tensor in tracker.items() if key not in before]])
 
             found.append(measure(layer, run))
     return found

@@ -28,7 +28,7 @@ def _mark(tensor: Tensor) -> Mark:
 class _Value:
     """The value of a buffer between two writes, shared by all forwards that find it."""
 
-    __slots__ = ("copied", "mark", "saved", "stands", "tensor")
+    __slots__ = ("copied", "mark", "saved", "tensor")
 
     def __init__(self, tensor: Tensor, mark: Mark) -> None:
         # No weak reference: a graph holds this, see :mod:`pipe.freed`.
@@ -36,8 +36,6 @@ class _Value:
         #: Another tensor with the same memory, which is kept even if the buffer gets other memory; or a copy of it.
         self.saved = tensor.detach()
         self.copied = False
-        #: Whether only a change of the mark tells that the tensor has another value now.
-        self.stands = mark[0] is not None
 
     def copy(self) -> None:
         if not self.copied:
@@ -46,12 +44,6 @@ class _Value:
     @property
     def is_lost(self) -> bool:
         return not self.copied and self.saved._version != self.mark[0]
-
-    def read(self) -> Tensor:
-        """The value, for a run that may write it."""
-        if self.stands and _mark(self.tensor) == self.mark:
-            return self.tensor
-        return self.saved.clone() if self.copied else self.saved
 
 
 class BufferHabits:
@@ -83,7 +75,6 @@ class Buffer:
             value = habits.last = _Value(tensor, mark)
         if silent is not False or habits.counted[owner.training] or tensor.nbytes <= _SMALL_BYTES or mark[0] is None:
             value.copy()
-        value.stands &= silent is False
         self.value = value
         #: After the forward: whether a version tells that it wrote the buffer.
         self.counted = False
@@ -105,12 +96,15 @@ class Buffer:
             # A kernel that writes without counting a version does so in every forward: one comparison is enough.
             habits.silent[self.training] = not self._is_same
         if self.counted or habits.silent[self.training]:
-            value.stands = False
             habits.last = None
-        else:
-            value.stands = True
-            if not habits.may_change(tensor, training=self.training):
-                value.saved, value.copied = tensor.detach(), False
+        elif not habits.may_change(tensor, training=self.training):
+            value.saved, value.copied = tensor.detach(), False
+
+    def read(self) -> Tensor:
+        """The old value: the buffer itself if it has that; else a copy, which the run may write."""
+        if self._marked and not self.counted and self.habits.silent[self.training] is False:
+            return self.value.tensor
+        return self.value.saved.clone() if self.value.copied else self.value.saved
 
     @property
     def _marked(self) -> bool:

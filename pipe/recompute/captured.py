@@ -15,6 +15,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -34,16 +35,14 @@ _IGNORED = BuiltinFunctionType, ModuleType, CodeType, type
 _MISSING = object()
 
 
+@dataclass(slots=True)
 class Captured:
     """What a function uses besides its arguments."""
 
-    __slots__ = ("generators", "modules", "objects")
-
-    def __init__(self) -> None:
-        self.generators: list[Any] = []
-        self.modules: list[nn.Module] = []
-        #: Tensors, containers of variable elements, and variables.
-        self.objects: list[Any] = []
+    generators: list[Any] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    #: Tensors, containers of variable elements, and variables.
+    objects: list[Any] = field(default_factory=list)
 
 
 def captured(*values: Any) -> Captured:

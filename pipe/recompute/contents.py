@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pipe.nested import attributes_of
 from pipe.recompute.thread_state import PACKAGES
-from pipe.torch_private.modules import HOOKS_OF_MODULES
+from pipe.torch_private.modules import HOOKS_OF_MODULES, global_module_hooks
 
 __all__ = ["CONTAINERS", "PLAIN", "Contents", "Variables", "of_a_library"]
 
@@ -38,7 +38,8 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 CONTAINERS = list, dict, set, deque
 #: Packages that are not followed.
 _OTHERS = sys.stdlib_module_names - {"__main__"} | {"torch", *PACKAGES}
-_hooks_of: Callable[[dict[str, Any]], tuple[dict[int, Any], ...]] = itemgetter(*HOOKS_OF_MODULES)
+#: The buffers and hooks of a module.
+_members_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter("_buffers", *HOOKS_OF_MODULES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +51,18 @@ class Variables:
 
 
 class _Held(NamedTuple):
-    """What a module holds: its attributes and hooks (none: it has no hooks), or only its mode; and its buffers."""
+    """What a module holds: its attributes, or only its mode; its buffers, and if it is whole, its hooks."""
 
     attributes: dict[str, Any]
     whole: bool
-    hooks: tuple[dict[int, Any], ...]
-    buffers: dict[str, Any]
+    members: list[dict[Any, Any]]
 
 
 def _held_by(module: nn.Module, whole: bool) -> _Held:
     own = module.__dict__
-    attributes = {**own} if whole else {"training": own["training"]} if "training" in own else {}
-    hooks = tuple([{**kind} for kind in found]) if whole and any(found := _hooks_of(own)) else ()
-    return _Held(attributes, whole, hooks, {**own["_buffers"]})
+    if whole:
+        return _Held({**own}, True, [{**each} for each in _members_of(own)])
+    return _Held({"training": own["training"]} if "training" in own else {}, False, [{**own["_buffers"]}])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -75,13 +75,16 @@ def _keeps_its_own(kind: type[nn.Module]) -> bool:
 class Contents:
     """What some values hold now.
 
-    ``records``: whether containers are records: what a further run adds to them is added to the present elements.
+    ``hooks``: those that run for all modules, if they are to be restored as well. ``records``: whether containers are
+    records: what a further run adds to them is added to the present elements.
     """
 
-    __slots__ = ("_before", "_keeps", "_records")
+    __slots__ = ("_before", "_hooks", "_keeps", "_records")
 
-    def __init__(self, before: list[tuple[Any, Any]], *, records: bool = False) -> None:
-        self._before, self._records = before, records
+    def __init__(
+        self, before: list[tuple[Any, Any]], hooks: list[dict[int, Any]] | None = None, *, records: bool = False
+    ) -> None:
+        self._before, self._hooks, self._records = before, hooks, records
         #: By ``id``, from which element on containers keep what they have when they get their contents.
         self._keeps: dict[int, int] = {}
 
@@ -95,7 +98,7 @@ class Contents:
             if whole:
                 own = module.__dict__
                 before += [(v, _content_of(v)) for k, v in own.items() if type(v) not in PLAIN and k not in _OF_TORCH]
-        return cls(before)
+        return cls(before, [{**hooks} for hooks in global_module_hooks()])
 
     @classmethod
     def of(cls, values: Iterable[Any], *, records: bool = False) -> Contents:
@@ -173,31 +176,25 @@ class Contents:
                 if added or _differs(value, content):
                     changed = True
                     _put(value, content, added)
+        if self._hooks is not None and self._hooks != (now := global_module_hooks()):
+            for hooks, before in zip(now, self._hooks, strict=True):
+                hooks.clear()
+                hooks.update(before)
         return changed
 
 
 def _put_held(own: dict[str, Any], held: _Held) -> bool:
-    changed = False
-    parts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    if held.buffers or own["_buffers"]:
-        parts.append((own["_buffers"], held.buffers))
-    if not held.whole:
+    changed = held.whole and not _same_items(own, held.attributes)
+    if changed:
+        for name in own.keys() - held.attributes.keys():
+            del own[name]
+    if changed or not held.whole:
         own.update(held.attributes)
-    else:
-        if not _same_items(own, held.attributes):
+    for now, before in zip(_members_of(own), held.members, strict=False):
+        if (now or before) and not _same_items(now, before):
             changed = True
-            for name in own.keys() - held.attributes.keys():
-                del own[name]
-            own.update(held.attributes)
-        now = _hooks_of(own)
-        if held.hooks or any(now):
-            none: tuple[dict[int, Any], ...] = ({},) * len(now)
-            parts += zip(now, held.hooks or none, strict=True)
-    for kind, before in parts:
-        if not _same_items(kind, before):
-            changed = True
-            kind.clear()
-            kind.update(before)
+            now.clear()
+            now.update(before)
     return changed
 
 

@@ -3,7 +3,7 @@
 A layer with its own ``torch.Generator`` (so that its masks do not depend on the draws of other layers) would draw
 other numbers in a recomputation, unless that generator is found and rewound like the global ones.
 
-:func:`places_of_generators` finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and
+:func:`generators_in` finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and
 ``numpy.random.RandomState`` as an attribute of a module, or as an element of a list, tuple, set or dict that is an
 attribute; :func:`generators_among` finds those among arguments. Others (an attribute of an attribute) are not.
 """
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,12 +24,11 @@ from torch import nn
 
 __all__ = [
     "Generator",
-    "Place",
     "generator_types",
     "generators_among",
     "generators_in",
     "generators_of",
-    "places_of_generators",
+    "held_generator",
 ]
 
 # The attributes of every module: containers of modules, tensors and hooks.
@@ -68,62 +68,39 @@ def _same(a: Any, b: Any) -> bool:
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 
 
-def _numpy() -> Any:
-    return sys.modules["numpy"].random
-
-
-_NUMPY = Generator("numpy", lambda: _numpy().get_state(legacy=False), lambda state: _numpy().set_state(state), _same)
-
-
 def generators_of(devices: Iterable[torch.device], held: Iterable[Any] = ()) -> list[Generator]:
     """The generators of the process, of ``devices``, and those that modules hold."""
     # A forward can only draw from NumPy if it has been imported.
-    found = [_CPU, _PYTHON, _NUMPY] if "numpy" in sys.modules else [_CPU, _PYTHON]
+    found = [_CPU, _PYTHON]
+    if numpy := sys.modules.get("numpy"):
+        found.append(Generator("numpy", partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _same))
     for device in sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str):
         module = torch.get_device_module(device)
         get, set_ = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
         found.append(Generator(str(device), get, set_, torch.equal, shared=False))
-    return found + [_held(generator) for generator in held]
+    return found + [held_generator(generator) for generator in held]
 
 
-#: The attributes of a module, the name of one, and its value, which is or holds generators.
-Place = tuple[dict[str, Any], str, Any]
+def generators_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """The generators that ``modules`` hold themselves, each once. Their submodules are not searched."""
+    held = [[x for n, x in m.__dict__.items() if type(x) not in _NONE and n not in _OF_EVERY_MODULE] for m in modules]
+    return generators_among(chain(*held))
 
 
-def places_of_generators(modules: Iterable[nn.Module]) -> list[Place]:
-    """Where ``modules`` hold generators themselves. Their submodules are not searched."""
-    return [
-        (module.__dict__, name, value)
-        for module in modules
-        for name, value in module.__dict__.items()
-        if type(value) not in _NONE and name not in _OF_EVERY_MODULE and _among(_values_in(value))
-    ]
-
-
-def generators_in(places: Iterable[Place]) -> list[Any]:
-    """The generators in some places, each once."""
-    return _among([x for _, _, value in places for x in _values_in(value)])
-
-
-def _values_in(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, tuple, set)) else (value,)
-
-
-def generators_among(values: Iterable[Any]) -> list[Generator]:
-    """The generators among some objects, each once."""
-    return [_held(generator) for generator in _among(values)]
-
-
-def _among(values: Iterable[Any]) -> list[Any]:
+def generators_among(values: Iterable[Any]) -> list[Any]:
+    """The generators among some objects, and in containers among them, each once."""
     kinds = generator_types()
-    # SystemRandom has no state.
-    found = {id(x): x for x in values if isinstance(x, kinds) and not isinstance(x, random.SystemRandom)}
+    found: dict[int, Any] = {}
+    for value in values:
+        inner = value.values() if isinstance(value, dict) else value
+        for x in inner if isinstance(value, (dict, list, tuple, set)) else (value,):
+            if isinstance(x, kinds) and not isinstance(x, random.SystemRandom):  # which has no state
+                found[id(x)] = x
     return list(found.values())
 
 
-def _held(generator: Any) -> Generator:
+def held_generator(generator: Any) -> Generator:
+    """A generator that a module or an argument holds."""
     name = f"{type(generator).__module__.split('.')[0]}.{type(generator).__name__} of a layer"
     of = partial(Generator, name, owner=generator)
     if isinstance(generator, torch.Generator):

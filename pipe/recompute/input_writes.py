@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipe.nested import map_distinct, tensors_in
+from pipe.nested import map_tensors, tensors_in
 from pipe.torch_private.tensors import memory_of
 
 __all__ = ["InputWrites"]
@@ -38,7 +38,7 @@ class InputWrites:
 
     def copy(self, value: Any) -> Any:
         """A copy for one run."""
-        return map_distinct(Tensor.clone, value)
+        return map_tensors(Tensor.clone, value)
 
     @contextlib.contextmanager
     def survived(self, value: Any, kind: Hashable) -> Iterator[Any]:
@@ -53,11 +53,15 @@ class InputWrites:
         yield given
         written = [tensor._version != version for tensor, version in zip(tensors, before, strict=True)]
         if not any(written):
-            self._writes.setdefault(kind, False)
+            self.note_none(kind)
         elif copies:
             self.note(kind, tensors_in(value), written)
         else:
             self.refuse(kind)
+
+    def note_none(self, kind: Hashable) -> None:
+        """Notes that a run has written nothing."""
+        self._writes.setdefault(kind, False)
 
     def note(self, kind: Hashable, tensors: Sequence[Tensor], written: Sequence[bool]) -> None:
         """Notes which tensors of the input a run has written.

@@ -23,14 +23,14 @@ Source: ``torch.utils.checkpoint`` without reentrant autograd, which keeps a hol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipe.nested import LEAVES, flatten, unflatten
+from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
 from pipe.recompute.phase import phase
 from pipe.recompute.replay import Replay, Rewound
 from pipe.recompute.thread_state import close_contexts, holds_generators, release_generators, shared_generators
@@ -83,10 +83,11 @@ class _Input:
         return tensor.requires_grad_(self.requires_grad)
 
 
+@dataclass(slots=True)
 class Call:
     """One call: what it saved, and what its second run needs.
 
-    Args:
+    Attributes:
         name: for errors.
         again: what runs in backward, with the arguments of :meth:`save_inputs`.
         state: of the modules that run, begun just before.
@@ -97,35 +98,28 @@ class Call:
             compared.
     """
 
-    __slots__ = (
-        "again", "begins", "count", "ended", "kinds", "leaves", "made", "name", "number", "on_save", "references",
-        "saved", "spec", "state", "to_the_end",
-    )  # fmt: skip
+    name: str
+    again: Callable[..., Any]
+    state: Replay
+    references: References | None = None
+    on_save: Callable[[Tensor], None] | None = None
+    begins: Callable[[], None] | None = None
+    to_the_end: bool = False
+    #: Whether the first run has ended. Until then, backwards inside it run the part before them again.
+    ended: bool = False
+    #: Number, and shape, type and device, of the tensors that the first run saved.
+    count: int = 0
+    kinds: list[tuple[Any, ...]] = field(default_factory=list)
+    #: The same tensors of the second run, in the backward of this number; None where used.
+    made: list[Any] | None = None
+    number: int = -1
+    #: What enters: a tensor whose node holds it, the other leaves, and their structure.
+    saved: Tensor = field(init=False)
+    leaves: list[Any] = field(init=False)
+    spec: TreeSpec = field(init=False)
 
-    def __init__(
-        self,
-        name: str,
-        again: Callable[..., Any],
-        state: Replay,
-        *,
-        references: References | None = None,
-        on_save: Callable[[Tensor], None] | None = None,
-        begins: Callable[[], None] | None = None,
-        to_the_end: bool = False,
-    ) -> None:
-        self.name, self.again, self.state, self.references = name, again, state, references
-        self.on_save, self.begins, self.to_the_end = on_save, begins, to_the_end
-        #: Whether the first run has ended. Until then, backwards inside it run the part before them again.
-        self.ended = False
-        self.count = 0
-        #: Shape, type and device of each tensor that the first run saved.
-        self.kinds: list[tuple[Any, ...]] = []
-        #: The same tensors of the second run, in the backward of this number; None where used.
-        self.made: list[Any] | None = None
-        self.number = -1
-
-    def save_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Saves the arguments of further runs, which may be nested; returns their tensors, each once."""
+    def save_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Saves the arguments of further runs, which may be nested."""
         leaves, self.spec = flatten((args, kwargs))
         objects = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
         if objects:
@@ -147,9 +141,8 @@ class Call:
                 f"{self.name}, which autograd cannot save; use layout=torch.jagged, or compute without recomputation"
             )
         # The output, not its node: before torch 2.13 what a node has saved goes with the last tensor that it made.
-        self.saved: Tensor = _Inputs.apply(_PHONY, *tensors)  # type: ignore[no-untyped-call]
+        self.saved = _Inputs.apply(_PHONY, *tensors)  # type: ignore[no-untyped-call]
         self.leaves = leaves
-        return tensors
 
     def first(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The first run: ``function(*args, **kwargs)``."""
@@ -167,9 +160,9 @@ class Call:
     def pack(self, tensor: Tensor) -> Any:
         """What the graph of the first run keeps of a tensor."""
         self.kinds.append((tensor.shape, tensor.dtype, tensor.device))
-        self.count += 1
         if self.on_save is not None:
             self.on_save(tensor)
+        self.count += 1
         return self, self.count - 1
 
     def prepare(self) -> None:
@@ -184,15 +177,7 @@ class Call:
         if self.begins is not None:
             self.begins()
         leaves = list(self.leaves)
-        try:
-            entered = self.saved.grad_fn.saved_tensors  # type: ignore[union-attr]
-        except RuntimeError as error:
-            if "inplace" not in str(error):
-                raise
-            raise RuntimeError(
-                f"an input of {self.name} was changed in place between the forward and its backward; clone it before "
-                f"changing it"
-            ) from error
+        entered = self.saved.grad_fn.saved_tensors  # type: ignore[union-attr]
         known: dict[int, Tensor] = {}
         for k, x in enumerate(leaves):
             if type(x) is _Input:

@@ -18,8 +18,8 @@ Guarantees
     * Every generator repeats the draws of the first run, and has its present state afterwards. One that the first run
       did not draw from is neither read nor written again.
     * Further runs in several threads that draw from generators of the process or of layers run one at a time.
-    * If parameters, modules or modes are compared, :class:`RuntimeError` names those that were changed: gradients would
-      be silently wrong.
+    * If parameters and modules are compared, :class:`RuntimeError` names those that were changed: gradients would be
+      silently wrong.
 
 Assumes
     * Nothing else draws from a shared generator *while* a run that draws from it is repeated, and one module does not
@@ -44,11 +44,17 @@ from torch import Tensor, nn
 from pipe.nested import tensors_in
 from pipe.recompute.buffers import Buffer, BufferHabits
 from pipe.recompute.contents import Contents
-from pipe.recompute.generators import Generator, generators_among, generators_in, generators_of, places_of_generators
+from pipe.recompute.generators import (
+    Generator,
+    generators_among,
+    generators_in,
+    generators_of,
+    held_generator,
+)
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.phase import enable_recomputing, phase
 from pipe.recompute.thread_state import Settings, shared_generators
-from pipe.torch_private.modules import caches_parametrizations, global_module_hooks
+from pipe.torch_private.modules import caches_parametrizations
 
 __all__ = ["Layers", "Modes", "Replay", "Rewound", "devices_of", "refuse_cached_parametrizations", "trial"]
 
@@ -122,16 +128,12 @@ class Layers:
             for name, b in owner._buffers.items()
             if b is not None
         ]
-        self._find_generators()
+        self.generators = generators_in(self.modules)
         self._begun, self._changes = 0, False
         self._runs: dict[Modes, int] = {}
         #: Those that they may draw from, and those that are compared in every run.
         self._generators: list[Generator] = []
         self._compared: list[Generator] = []
-
-    def _find_generators(self) -> None:
-        self._places = places_of_generators(self.modules)
-        self.generators = generators_in(self._places)
 
     @property
     def own_devices(self) -> set[torch.device]:
@@ -181,11 +183,10 @@ class Layers:
         Modules without buffers that changed no attribute in their first runs cost one comparison of each generator.
         """
         stateful = bool(self._buffers) or self._changes or False in [plain for _, plain in modes]
-        if self._places and any(owner.get(name) is not value for owner, name, value in self._places):
-            self._begun, self._changes = 0, True  # each run may have generators of its own
-        if self._begun < RUNS_NOTED:  # generators may be assigned at any time before
+        # Generators may be assigned in the first runs, and where there are some, in each.
+        if self._begun < RUNS_NOTED or self.generators:
             self._begun += 1
-            self._find_generators()
+            self.generators = generators_in(self.modules)
             self._generators = generators_of(self.devices, self.generators)
             # Those of torch, and of the modules themselves, take no time. Of others, those that the first runs used.
             self._compared = [each for each in self._generators if each.name not in ("python", "numpy")]
@@ -245,14 +246,14 @@ class Replay:
         settings: of the thread.
         layers: the modules that run.
         attributes: whether their attributes are saved.
-        compares: whether :meth:`check` finds parameters and modes that were changed.
+        compares: whether :meth:`check` finds parameters that were changed.
         unchanged_in: the modes in which they run without changing anything, so that nothing of them is saved.
         objects: what else the function that runs uses.
     """
 
     __slots__ = (
-        "_attributes", "_buffers", "_compares", "_contents", "_hooks", "_layers", "_members", "_objects", "_states",
-        "_training", "_unchanged_in", "_wanted", "copies_input", "settings",
+        "_attributes", "_buffers", "_compares", "_contents", "_layers", "_members", "_objects", "_states",
+        "_unchanged_in", "_wanted", "copies_input", "settings",
     )  # fmt: skip
 
     def __init__(
@@ -271,11 +272,9 @@ class Replay:
         self._attributes, self._unchanged_in = attributes, unchanged_in
         self._contents: Contents | None = None
         self._buffers: list[Buffer] = []
-        self._hooks: list[Any] | None = None
         if layers is not None and unchanged_in is None:
             self._contents = Contents.of_modules(layers.modules, attributes)
             self._buffers = layers.buffers_before()
-            self._training = layers.training if compares else []
         #: Of objects that the function refers to, and of those that it gets as arguments.
         self._objects = [Contents.of(objects, records=True)] if objects else []
         #: Whether the layers write into their input, so that each run needs a copy of it.
@@ -291,7 +290,7 @@ class Replay:
         """Before the first run: adds what can be reached from the objects that the function gets as arguments."""
         reached = Contents.reachable(objects)
         known = {id(generator.owner) for generator, _ in self._states}
-        more = [each for each in generators_among(reached.values) if id(each.owner) not in known]
+        more = [held_generator(x) for x in generators_among(reached.values) if id(x) not in known]
         self._states += [(each, each.get()) for each in more]
         self._objects.append(reached)
 
@@ -310,7 +309,6 @@ class Replay:
         changed = False
         if self._contents is not None:
             changed = self._contents.record_changes()
-            self._hooks = _global_hooks()
             for buffer in self._buffers:
                 buffer.note_write()
         for objects in self._objects:
@@ -347,7 +345,7 @@ class Replay:
         """Raises RuntimeError if a further run would read other values than the first; ``name``: of it.
 
         That is if a buffer that the first run only read was written in place since, and its value is lost; and, if that
-        is compared, if a parameter was modified in place or replaced, or a module changed its mode.
+        is compared, if a parameter was modified in place or replaced.
         """
         for buffer in self._buffers:
             if buffer.value.is_lost:
@@ -360,8 +358,8 @@ class Replay:
             raise RuntimeError(
                 "expected the module of the checkpointed forward to be the same in backward, but "
                 + "; ".join(changed)
-                + "; call backward() before optimizer.step(), train(), eval(), requires_grad_() or a replacement, or "
-                "compute without checkpointing"
+                + "; call backward() before optimizer.step(), requires_grad_() or a replacement, or compute without "
+                "checkpointing"
             )
 
     def _changed(self) -> list[str]:
@@ -375,10 +373,6 @@ class Replay:
                 changed.append(f"parameter {name!r} was modified in place {p._version - version} time(s)")
             if p.requires_grad is not wanted:
                 changed.append(f"parameter {name!r} changed from requires_grad={wanted} to {p.requires_grad}")
-        for (module, name), mode in zip(layers.names.items(), self._training, strict=True):
-            if module.training != mode:
-                now = f"training={module.training}"
-                changed.append(f"module {name or 'itself'!r} changed from training={mode} to {now}")
         return changed
 
     @property
@@ -453,17 +447,11 @@ class Rewound:
 
     def _put(self, held: Contents) -> None:
         replay = self._replay
-        if replay._hooks is not None and replay._hooks != _global_hooks():
-            raise RuntimeError(
-                "hooks for all modules (register_module_forward_hook and its like) were registered or removed between "
-                "a forward and its backward, which runs layers again: it would compute something else; register them "
-                "before the forward and remove them after the backward, or compute without checkpointing"
-            )
         held.check("before its backward")
         assert replay._layers is not None
         replay._layers.learn((), held.put())
         for buffer in replay._buffers:
-            buffer.owner._buffers[buffer.name] = buffer.value.read()
+            buffer.owner._buffers[buffer.name] = buffer.read()
 
     def __exit__(self, *raised: Any) -> None:
         self.restore()
@@ -500,13 +488,3 @@ def _is_sharded(member: Any) -> bool:
     """Whether it is a DTensor: sharded modules replace sharded by whole parameters and vice versa."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(member, module.DTensor)
-
-
-def _global_hooks() -> list[Any]:
-    """Hooks for all modules, without those of torch itself, which change no result."""
-    return [
-        (key, hook)
-        for hooks in global_module_hooks()
-        for key, hook in hooks.items()
-        if not str(getattr(hook, "__module__", None)).startswith("torch.")
-    ]

@@ -198,9 +198,9 @@ def _set_autocasts(autocasts: tuple[tuple[str, bool, torch.dtype], ...], cache: 
         torch.set_autocast_dtype(kind, dtype)
 
 
-def in_settings_of_this_thread(job: Callable[[], R], device_types: Iterable[str]) -> Callable[[], R]:
+def in_settings_of_this_thread(job: Callable[[], R]) -> Callable[[], R]:
     """The job with this thread's settings around it, for another thread."""
-    thread_state = ThreadState.capture({"cuda", *device_types})
+    thread_state = ThreadState.capture({"cuda", *_kind_here()})
     thread_state.phase = phase.flags[0], is_recomputing()  # a backward is under way in this thread alone
     # The current device belongs to a thread as well: without this, a loader's "cuda" would be device 0.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None

@@ -22,6 +22,7 @@ Source: torchgpipe, "Long Skip Connections".
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -32,23 +33,19 @@ from pipe.skip.tracker import current_skip_tracker
 __all__ = ["Skippable", "pop", "skippable", "stash", "verify_skippables"]
 
 
+@dataclass(slots=True)
 class stash:  # a command, spelled as in torchgpipe  # noqa: N801, RUF100
     """The command to stash a tensor (or None) for a later layer: ``yield stash("name", tensor)``."""
 
-    __slots__ = ("name", "tensor")
-
-    def __init__(self, name: str, tensor: Tensor | None) -> None:
-        self.name = name
-        self.tensor = tensor
+    name: str
+    tensor: Tensor | None
 
 
+@dataclass(slots=True)
 class pop:  # noqa: N801, RUF100
     """The command to pop a stashed tensor: ``tensor = yield pop("name")``."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 Self = TypeVar("Self", bound="Skippable")
@@ -107,7 +104,7 @@ class Skippable(nn.Module):
         popped: dict[str, Any] = {}
         for key in self.poppable():
             try:
-                popped[key[1]] = tracker.load(key)
+                popped[key[1]] = tracker.pop(key)
             except KeyError:
                 raise RuntimeError(f"'{key[1]}' has not been stashed") from None
         stashed: dict[str, Any] = {}
@@ -118,7 +115,7 @@ class Skippable(nn.Module):
         if popped:
             raise RuntimeError(f"{', '.join(repr(name) for name in popped)} must be popped but have not")
         for key in self.stashable():
-            tracker.save(key, stashed[key[1]])
+            tracker[key] = stashed[key[1]]
         return output
 
     def _run(self, output: Any, stashed: dict[str, Any], popped: dict[str, Any]) -> Any:

@@ -10,46 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from pipe.skip.namespace import Key
 
 __all__ = ["SkipTracker", "current_skip_tracker", "use_skip_tracker"]
 
-
-class SkipTracker:
-    """Skip tensors that were stashed and not yet popped; ``arrived`` are those of earlier stages."""
-
-    def __init__(self, arrived: Iterable[tuple[Key | None, Any]] = ()) -> None:
-        self.tensors: dict[Key | None, Any] = dict(arrived)
-
-    def save(self, key: Key | None, tensor: Any) -> None:
-        """Keeps a tensor, or None, until it is popped."""
-        self.tensors[key] = tensor
-
-    def load(self, key: Key | None) -> Any:
-        """Removes a tensor and returns it."""
-        return self.tensors.pop(key)
+SkipTracker = dict[Key | None, Any]
+"""Skip tensors that were stashed and not yet popped."""
 
 
 class _ThreadLocal(threading.local):
     def __init__(self) -> None:
-        self.tracker = SkipTracker()
+        self.tracker: SkipTracker = {}
 
 
 _thread_local = _ThreadLocal()
 
 
-Tracker = TypeVar("Tracker", bound=SkipTracker)
-
-
 @contextlib.contextmanager
-def use_skip_tracker(tracker: Tracker) -> Iterator[Tracker]:
+def use_skip_tracker(tracker: SkipTracker) -> Iterator[None]:
     """A context in which skippable layers of this thread use ``tracker``."""
     before, _thread_local.tracker = _thread_local.tracker, tracker
     try:
-        yield tracker
+        yield
     finally:
         _thread_local.tracker = before
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ __all__ = [
     "in_backward",
     "is_requested",
     "keeps_graph",
+    "not_differentiable",
     "outside_inference_mode",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "run_hooks_with_gradient_only",
     "saved_tensor_hooks",
     "set_sequence_numbers",
-    "set_versions",
     "will_run",
 ]
 
@@ -35,11 +35,6 @@ SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 _autograd: Any = torch._C._autograd
-
-
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Sets the version counters (of in-place changes) of tensors."""
-    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def in_backward() -> bool:
@@ -80,6 +75,12 @@ def will_run(node: Any) -> bool:
 
 #: Within a backward: whether the graph is retained. Releases without this function are assumed to retain it.
 keeps_graph: Callable[[], bool] = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def not_differentiable(tensor: Tensor, error: str) -> Tensor:
+    """The tensor with a graph whose backward raises RuntimeError with this text."""
+    marked: Tensor = torch._C._functions.DelayedError(error.encode(), 1)(tensor.detach().requires_grad_())  # type: ignore[attr-defined, unused-ignore]
+    return marked
 
 
 def has_hooks(leaf: Tensor) -> bool:

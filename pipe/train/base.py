@@ -41,9 +41,8 @@ from torch import nn
 
 from pipe.stream import normalize_device
 from pipe.train.batch import move, pageable_bytes, record_stream
-from pipe.train.draws import Draws
 from pipe.train.lane import InlineLane, Lane, Lanes, Ticket
-from pipe.train.source import Agreement, Kind, Read, Source
+from pipe.train.source import Agreement, Kind, Source, kind_of
 from pipe.train.window import Window, checked_pair
 
 __all__ = ["InFlight", "Statistics", "TrainPipelineBase"]
@@ -59,16 +58,18 @@ class InFlight:
 
     source: Source
     tickets: dict[str, Ticket[None]] = field(default_factory=dict)
-    kind: Kind | None = None  # by load, as is host. None: it has not been read, or that failed
-    host: Any = None
+    host: Any = Kind.UNREAD  # by load
     batch: Any = None  # by copy
     requests: Any = ()  # by distribute
     last: bool = False  # whether its loader is known to have ended after it
-    closes: bool | None = None  # by forward, as are the next; see Window
-    trains: bool = False
-    begun: bool = False
+    begun: bool = False  # by forward, as are the next
     losses: Any = None
     output: Any = None
+
+    @property
+    def kind(self) -> Kind:
+        """Of what was read."""
+        return kind_of(self.host)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Statistics:
         pageable_bytes: host bytes whose copy could not overlap with compute because their memory was not pinned.
         undistributed: for each module whose input distribution could not start before its forward, the reason.
         batches_in_turn: batches that were read on demand and not ahead, because loader and model draw from the same
-            random generator (:mod:`pipe.train.draws`).
+            random generator (:mod:`pipe.train.source`).
     """
 
     batches: int
@@ -139,7 +140,7 @@ class TrainPipelineBase:
     ``persistent_workers`` does, also where the end of the epoch before has been read ahead.
 
     If loader and model draw random numbers from the same generator, batches are read on demand instead, so that a seed
-    gives the same result as a plain loop. See :mod:`pipe.train.draws`; a loader with a generator of its own is read
+    gives the same result as a plain loop. See :mod:`pipe.train.source`; a loader with a generator of its own is read
     ahead.
 
     A model in ``eval`` mode, or under ``no_grad``, only runs forward. Use one pipeline for training and one for
@@ -195,11 +196,12 @@ class TrainPipelineBase:
             before, after = [name for name in before if name != "copy"], ["copy", *after]
         self._before_forward, self._after_forward = before, after
         # Reads in the caller's thread are ordered with everything else in it; so are reads that never run ahead.
-        self._beside_compute = not isinstance(self._lanes.load, InlineLane) and any(self._ahead.values())
+        beside_compute = not isinstance(self._lanes.load, InlineLane) and any(self._ahead.values())
+        self._device_of_draws = self._device if beside_compute else None
         self._agreement = Agreement(process_group, uneven)
         #: None before the first iterator, and after an iterator's end or failure has been reported.
         self._source: Source | None = None
-        self._restored: deque[Read] = deque()
+        self._restored: deque[Any] = deque()
         self._trains = True  # whether the latest call trained
         self._flight: deque[InFlight] = deque()  # the first is the one that computes
         self._batches = self._batches_in_turn = self._pageable_bytes = 0
@@ -210,7 +212,7 @@ class TrainPipelineBase:
     # ---------------------------------------------------------------------------------------------- stages
 
     def _load(self, batch: InFlight) -> None:
-        batch.kind, batch.host = batch.source.read()
+        batch.host = batch.source.read()
 
     def _copy(self, batch: InFlight) -> None:
         pageable = pageable_bytes(batch.host, self._device)
@@ -227,9 +229,7 @@ class TrainPipelineBase:
     def _forward(self, batch: InFlight) -> None:
         record_stream(batch.batch, self._forward_stream)  # it uses memory that was allocated on the copy stream
         batch.begun = True
-        batch.trains = self._window.trains()
-        batch.closes = self._window.open(self._is_last) if batch.trains else True
-        with self._window.accumulation(batch.closes), self._autocast():
+        with self._window.forward(self._trains, self._is_last), self._autocast():
             batch.losses, batch.output = checked_pair(self._call_model(batch))
 
     def _call_model(self, batch: InFlight) -> Any:
@@ -272,26 +272,25 @@ class TrainPipelineBase:
                 raise RuntimeError("a stage of a batch raised StopIteration") from error
             raise
         self._settle()
-        if batch is None or batch.kind is Kind.END:
+        if batch.kind is Kind.END:
             self._source = None
-            if batch is not None and self._window.trains():
+            if self._trains and not self._flight:
                 self._window.finish()
             raise StopIteration
         self._batches += 1
         self._batches_in_turn += in_turn
         return batch.output
 
-    def _run(self, source: Source) -> InFlight | None:
+    def _run(self, source: Source) -> InFlight:
         """Runs the batch that is first in flight, and stages of those behind it.
 
-        Returns that batch, or the end of the iterator; None if the end was read ahead and ``execute_all_batches`` is
-        False.
+        Returns that batch, or the end of the iterator, which stays in flight where ``execute_all_batches`` is False.
         """
         if not self._execute_all_batches:
             self._run_ahead("load", source)
             self._settle()
             if len(self._flight) > 1 and self._flight[-1].kind is Kind.END:
-                return None
+                return self._flight[-1]
         for name in self._before_forward:
             self._run_ahead(name, source)
         self._submit(self._stages[-1], 0, source)
@@ -300,8 +299,8 @@ class TrainPipelineBase:
             self._forward(batch)
             for name in self._after_forward:
                 self._run_ahead(name, source)
-            if batch.trains:
-                self._window.backward(batch.closes, batch.losses)
+            if self._trains:
+                self._window.backward(batch.losses)
         self._flight.popleft()
         return batch
 
@@ -335,7 +334,7 @@ class TrainPipelineBase:
         # Without this, the stage would read before the one before it has written: on the host, or on its stream.
         if stage in self._before and not self._wait(batch, self._before[stage]):
             raise _Skipped
-        if batch.kind in (None, Kind.BATCH):
+        if batch.kind in (Kind.UNREAD, Kind.BATCH):
             getattr(self, f"_{stage}")(batch)
 
     def _wait(self, batch: InFlight, stage: str) -> bool:
@@ -352,7 +351,7 @@ class TrainPipelineBase:
         # Without this, the forward would begin before the batch is there. The last stage has waited for the others.
         if not self._wait(batch, next(reversed(batch.tickets))):
             self._flight.popleft()
-            if batch.kind is None and batch.source is self._source:
+            if batch.kind is Kind.UNREAD and batch.source is self._source:
                 self._source = None  # the caller may read the iterator again
             for ticket in batch.tickets.values():
                 ticket.wait()
@@ -366,9 +365,8 @@ class TrainPipelineBase:
             self._submit("load", 1, self._source)
         if len(self._flight) == 1:
             return None
-        following = self._flight[1]
-        self._wait(following, "load")
-        return None if following.kind is None else following.kind is Kind.END
+        self._wait(self._flight[1], "load")
+        return {Kind.END: True, Kind.BATCH: False}.get(self._flight[1].kind)
 
     def _settle(self) -> None:
         """Waits for the reads that have begun, and forgets those behind an end or a failure."""
@@ -399,11 +397,10 @@ class TrainPipelineBase:
                 self._flight.pop()
                 if self._flight:
                     self._flight[-1].last = True
-            draws = Draws(iterator, self._device) if self._beside_compute else None
             agreement = self._agreement if self._agreement.needed(self._window.model, trains) else None
             # One that is read on in another mode is not read ahead before it has been observed.
-            in_turn = same and draws is not None
-            source = self._source = Source(iterator, self._restored, agreement, draws, in_turn)
+            in_turn = same and self._device_of_draws is not None
+            source = self._source = Source(iterator, self._restored, agreement, self._device_of_draws, in_turn)
         self._trains = trains
         return source
 
@@ -437,12 +434,12 @@ class TrainPipelineBase:
         this state keeps those as the loader yielded them.
         """
         self._settle()
-        reads = [(batch.kind, batch.host) for batch in self._flight] + list(self._restored)
+        reads = [*(batch.host for batch in self._flight), *self._restored]
         return {
             "window": self._window.state_dict(),
             "batches": self._batches,
-            "in_flight": [batch for kind, batch in reads if kind is Kind.BATCH],
-            "ended": any(kind is Kind.END for kind, _ in reads),
+            "in_flight": [read for read in reads if kind_of(read) is Kind.BATCH],
+            "ended": Kind.END in map(kind_of, reads),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -457,5 +454,4 @@ class TrainPipelineBase:
         self._batches = state["batches"]
         self._flight.clear()
         self._source = None
-        self._restored.extend(Read(Kind.BATCH, batch) for batch in state["in_flight"])
-        self._restored.extend([Read(Kind.END)] * state["ended"])
+        self._restored.extend([*state["in_flight"], *[Kind.END] * state["ended"]])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from operator import attrgetter, is_, itemgetter
@@ -22,14 +21,6 @@ from pipe.nested import attributes_of
 from pipe.torch_private.data import pytree
 
 __all__ = ["follow", "move", "pageable_bytes", "record_stream", "walk"]
-
-
-def _takes_non_blocking(to: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(to).parameters.values()
-    except (TypeError, ValueError):  # written in C without a signature
-        return False
-    return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _moves_itself(value: Any) -> bool:
@@ -48,8 +39,10 @@ def move(batch: Any, device: torch.device) -> Any:
 
 def _moved(value: Any, device: torch.device) -> Any:
     if _moves_itself(value):
-        quick = isinstance(value, Tensor) or _takes_non_blocking(value.to)
-        return value.to(device, non_blocking=True) if quick else value.to(device)
+        try:
+            return value.to(device, non_blocking=True)
+        except TypeError:  # it does not take non_blocking
+            return value.to(device)
     if isinstance(value, Mapping):
         items = dict(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -20,7 +20,8 @@ Assumes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Sequence
+import itertools
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -66,16 +67,14 @@ class Request:
     """A started distribution."""
 
     name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
     context: Any
-    awaitable: Any
-    exchanging: bool = False  # whether the first wait has returned
+    awaitable: Any  # after the exchange, what its wait() returned
     dist_input: Ticket[Any] | None = None  # of the second wait: of a forward, or of a prefetch before it
 
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def fits(self, *arguments: Any) -> bool:
         """Whether these are the same objects that were distributed."""
-        (mine, spec), (theirs, other) = _leaves((self.args, self.kwargs)), _leaves((args, kwargs))
+        (mine, spec), (theirs, other) = _leaves(self.arguments), _leaves(arguments)
         return spec == other and all(map(_same, mine, theirs))
 
 
@@ -94,26 +93,35 @@ def _same(a: Any, b: Any) -> bool:
 class Distribution:
     """Starts the input distributions of a batch, and gives their results to the modules in the forward.
 
+    Args:
+        model: its outermost modules with the protocol take part.
+        lane: the lane on which distributions run.
+        optimizers: given to ``check_optimizer`` of each module that has it, which raises to refuse one.
+        prefetches: whether :meth:`prefetch` will be called.
+
     Attributes:
+        calls: how a forward has called the modules; None before one has been observed.
         undistributed: for each module whose distribution does not run ahead, the reason.
     """
 
-    def __init__(self, model: nn.Module, lane: Lane) -> None:
+    def __init__(
+        self, model: nn.Module, lane: Lane, optimizers: Iterable[torch.optim.Optimizer], *, prefetches: bool
+    ) -> None:
         self._lane = lane
         self._modules: dict[str, Any] = dict(_outermost(model))
-        self._calls: list[_Call] | None = None  # None until a forward has been observed
+        self.calls: list[_Call] | None = None
         self.undistributed: dict[str, str] = {}
+        for module, optimizer in itertools.product(self._modules.values(), optimizers):
+            if hasattr(module, "check_optimizer"):
+                module.check_optimizer(optimizer)
+        if prefetches:
+            self._check_caches()
 
     def serves(self, model: nn.Module) -> bool:
         """Whether the participating modules of ``model`` are those of this distribution."""
         return dict(_outermost(model)) == self._modules
 
-    @property
-    def observed(self) -> bool:
-        """Whether a forward has recorded the arguments of the modules."""
-        return self._calls is not None
-
-    def check_caches(self) -> None:
+    def _check_caches(self) -> None:
         """Refuses cached tables (UVM caching) that do not track which rows were fetched for which batch."""
         for name, module in self._modules.items():
             for part in _parts(module, set()):
@@ -127,33 +135,26 @@ class Distribution:
                         f"TrainPipelineSparseDist"
                     )
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Calls ``check_optimizer`` of each module that has it; a module raises there to refuse the optimizer."""
-        for module in self._modules.values():
-            if hasattr(module, "check_optimizer"):
-                module.check_optimizer(optimizer)
-
     def start(self, batch: Any) -> list[Request]:
         """Starts the distributions of a batch, in the order in which the first forward called the modules."""
         requests = []
-        for call in self._calls or ():
+        for call in self.calls or ():
             try:
                 leaves = [follow(batch, x) if isinstance(x, tuple) else x for x in call.leaves]
             except (LookupError, AttributeError, TypeError):
                 self.undistributed[call.name] = "a batch does not have the part that the first batch had"
                 continue
-            args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-            record_stream((args, kwargs), self._lane.stream)
+            arguments = args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+            record_stream(arguments, self._lane.stream)
             module = self._modules[call.name]
             context = module.create_context()
-            requests.append(Request(call.name, args, kwargs, context, module.input_dist(context, *args, **kwargs)))
+            requests.append(Request(call.name, arguments, context, module.input_dist(context, *args, **kwargs)))
         return requests
 
     def exchange(self, requests: list[Request]) -> None:
         """Waits for the sizes of each request, which starts the exchange of its features."""
         for request in requests:
-            if not request.exchanging:
-                request.awaitable, request.exchanging = request.awaitable.wait(), True
+            request.awaitable = request.awaitable.wait()
 
     def prefetch(self, requests: list[Request], forward_stream: torch.cuda.Stream | None) -> None:
         """Calls ``prefetch`` of each module that has it, to fetch the rows of its request. Called on the prefetch lane.
@@ -173,9 +174,7 @@ class Distribution:
         """A context in which participating modules use ``requests``; the first one records their arguments."""
         waiting, seen = list(requests), list[tuple[str, Any, Any]]()
         # Instance attributes that were set by other code; those of the class are none of them.
-        replaced = {
-            name: vars(module)["forward"] for name, module in self._modules.items() if "forward" in vars(module)
-        }
+        own = {name: vars(module).get("forward") for name, module in self._modules.items()}
         try:
             for name, module in self._modules.items():
                 module.forward = partial(self._forward, name, module.forward, waiting, seen)
@@ -183,10 +182,10 @@ class Distribution:
         finally:
             for name, module in self._modules.items():
                 vars(module).pop("forward", None)
-                if name in replaced:
-                    module.forward = replaced[name]
-        if not self.observed:
-            self._calls = self._learn(seen, batch)
+                if own[name] is not None:
+                    module.forward = own[name]
+        if self.calls is None:
+            self.calls = self._learn(seen, batch)
 
     def _forward(
         self, name: str, plain: Any, waiting: list[Request], seen: list[Any], /, *args: Any, **kwargs: Any
@@ -201,7 +200,7 @@ class Distribution:
                 f"those rows; call it with the same part of every batch, or use TrainPipelineSparseDist, which "
                 f"prefetches nothing"
             )
-        if self.observed:
+        if self.calls is not None:
             self.undistributed.setdefault(name, "it was called with other objects than in the first forward")
         seen.append((name, args, kwargs))
         return plain(*args, **kwargs)

@@ -20,12 +20,11 @@ Assumes
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -35,11 +34,6 @@ from pipe.threads import Outcome, Threads
 __all__ = ["InlineLane", "Lane", "Lanes", "ThreadLane", "Ticket", "fence"]
 
 T = TypeVar("T")
-
-
-def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``stream`` and its device current, whichever device is current in the caller."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class Ticket(Outcome[T]):
@@ -54,10 +48,10 @@ class Ticket(Outcome[T]):
 
     def run(self, job: Callable[[], T], stream: torch.cuda.Stream | None = None) -> None:
         """Runs the job on ``stream`` and keeps its result or its exception. Called once, by the lane."""
-        self._call(job if stream is None else functools.partial(self._run_on, stream, job))
+        self._call(job if stream is None else partial(self._run_on, stream, job))
 
     def _run_on(self, stream: torch.cuda.Stream, job: Callable[[], T]) -> T:
-        with _on(stream):
+        with torch.cuda.stream(stream):  # makes its device current, too
             value = job()
             # Producer: this lane. Consumer: the stream that is current where wait() is called.
             self._stream, self._event = stream, stream.record_event()
@@ -127,16 +121,14 @@ EXIT_SECONDS = 5.0
 class ThreadLane(Lane):
     """Runs the jobs in a thread of its own. At exit jobs that have not begun are dropped."""
 
-    def __init__(self, name: str, stream: torch.cuda.Stream | None = None, device_type: str = "cuda") -> None:
+    def __init__(self, name: str, stream: torch.cuda.Stream | None = None) -> None:
         self.stream = stream
-        self._device_type = device_type  # jobs run under its autocast, beside that of the CPU and of CUDA
         self._threads = Threads(1, name, exit_seconds=EXIT_SECONDS)
 
     def submit(self, job: Callable[[], T]) -> Ticket[T]:
         """Queues the job."""
         ticket: Ticket[T] = Ticket()
-        job = in_settings_of_this_thread(job, {self._device_type})
-        self._threads.submit(functools.partial(ticket.run, job, self.stream))
+        self._threads.submit(partial(ticket.run, in_settings_of_this_thread(job), self.stream))
         return ticket
 
 
@@ -164,8 +156,8 @@ class Lanes:
         """
         cuda = device.type == "cuda"
         return cls(
-            load=ThreadLane("train-load", device_type=device.type),
-            copy=ThreadLane("train-copy", torch.cuda.Stream(device) if cuda else None, device.type),
+            load=ThreadLane("train-load"),
+            copy=ThreadLane("train-copy", torch.cuda.Stream(device) if cuda else None),
             distribute=InlineLane(torch.cuda.Stream(device) if cuda else None),
             prefetch=InlineLane(torch.cuda.Stream(device) if cuda else None),
         )

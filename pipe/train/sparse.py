@@ -94,12 +94,11 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     ) -> None:
         if amp_dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"expected amp_dtype torch.bfloat16 or torch.float16, got amp_dtype={amp_dtype}")
-        if apply_jit:
+        if apply_jit or context_type is not None:
             raise ValueError(
-                f"expected apply_jit=False, got {apply_jit!r}; script modules with torch.jit.script yourself"
+                f"expected apply_jit=False and context_type=None, got {apply_jit=}, {context_type=}; script modules "
+                f"with torch.jit.script yourself, and leave the context to the pipeline"
             )
-        if context_type is not None:
-            raise ValueError(f"expected context_type=None, got {context_type!r}: a pipeline has no torchrec context")
         check_count("dmp_collection_sync_interval_batches", dmp_collection_sync_interval_batches)
         amp = amp_dtype if enable_amp else None
         super().__init__(
@@ -111,19 +110,15 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         self._use(self._distribution_of(model))
 
     def _distribution_of(self, model: nn.Module) -> Distribution:
-        distribution = Distribution(model, self._lanes.distribute)
-        for one in self._window.optimizers:
-            distribution.check_optimizer(one)
-        if "prefetch" in self._stages:
-            distribution.check_caches()
-        return distribution
+        lane, prefetches = self._lanes.distribute, "prefetch" in self._stages
+        return Distribution(model, lane, self._window.optimizers, prefetches=prefetches)
 
     def _use(self, distribution: Distribution) -> None:
         self._distribution, self._undistributed = distribution, distribution.undistributed
 
     def _may_run(self, stage: str) -> bool:
         # The first forward records what is to be distributed.
-        return self._distribution.observed or stage in ("load", "copy")
+        return self._distribution.calls is not None or stage in ("load", "copy")
 
     def _distribute(self, batch: InFlight) -> None:
         with self._autocast():

@@ -11,6 +11,10 @@ Guarantees
       that may be the last communicates too; a gradient that is a mean over replicas is not changed by the next
       all-reduce. Models of ``fully_shard`` communicate in every backward, see :func:`_replicated`.
 
+An optimizer that updates inside backward steps as soon as a gradient has been accumulated. It is refused where that is
+too early: where the gradient is one part of a window (``grad_accum``), is scaled (fp16), or is that of one micro-batch
+of several.
+
 After an exception in a forward or backward the open window is discarded: the parameters hold the last complete step,
 the next batch opens a new window, and no half-accumulated gradient is stepped.
 """
@@ -29,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipe.nested import tensors_in
+from pipe.pipe import Pipe
 from pipe.train.distribute import children_of
-from pipe.train.in_backward import refuse_updates_between_micro_batches, refuse_updates_in_backward
 
 __all__ = ["Window", "check_count", "checked_pair"]
 
@@ -40,9 +44,6 @@ class Window:
 
     Refuses an optimizer that updates inside backward with part of a window's gradient or with a scaled one. One with an
     ``accumulate()`` context, as that of ``offload``, is deferred instead.
-
-    In ``closes``, True says that the optimizer steps after the batch, False that more batches of its window follow, and
-    None that nothing was read beyond it, so that it may be the last.
 
     Args:
         model: trained in ``train`` mode. Its replicas do not communicate before the last backward of a window.
@@ -76,64 +77,76 @@ class Window:
         self._forward_only = forward_only
         self.steps = 0
         self.position = 0  # batches in the open window
-        self._reduced = True  # whether replicas communicated in the latest backward
+        #: Of the latest batch. True: the optimizer steps after it. False: more batches of its window follow. None:
+        #: nothing was read beyond it, so that it may be the last.
+        self._closes: bool | None = True
         self.optimizers = optimizers
         self.attach(model)
 
     def attach(self, model: nn.Module) -> None:
         """Replaces the model, unless an optimizer would update inside backward before gradients are complete."""
-        refuse_updates_between_micro_batches(model, self.optimizers)
-        self._refuse_updates_in_backward(model)
+        for module in model.modules():
+            if isinstance(module, Pipe) and module.chunks > 1:
+                own = set(map(id, module.parameters()))
+                inside = [each for each in self.optimizers if own & {id(p) for p in _parameters(each)}]
+                because = f"runs micro-batches inside each backward (Pipe(chunks={module.chunks}))"
+                # Without checkpoints autograd sums over micro-batches before it calls any hook.
+                _refuse_updates_in_backward(module, inside, because, hooks=module.checkpoint != "never")
+        self._refuse_early_updates(model)
         self.model = model
         self._static_graphs_known = False
 
-    def _refuse_updates_in_backward(self, model: nn.Module) -> None:
+    def _refuse_early_updates(self, model: nn.Module) -> None:
         if self.size > 1:
             # Those that can be deferred are deferred.
             eager = [optimizer for optimizer in self.optimizers if not hasattr(optimizer, "accumulate")]
-            refuse_updates_in_backward(model, eager, f"accumulates {self.size} batches (grad_accum={self.size})")
+            _refuse_updates_in_backward(model, eager, f"accumulates {self.size} batches (grad_accum={self.size})")
         if self.scaler.is_enabled():
             because = "scales its loss for fp16 (enable_grad_scaling=True)"
-            refuse_updates_in_backward(model, self.optimizers, because)
+            _refuse_updates_in_backward(model, self.optimizers, because)
 
     def trains(self) -> bool:
         """Whether a batch that is run now is trained on."""
         return not self._forward_only and self.model.training and torch.is_grad_enabled()
 
-    def open(self, is_last: Callable[[], bool | None]) -> bool | None:
-        """Zeroes the gradients if the next batch is the first of its window; returns whether that batch ``closes`` it.
+    @contextlib.contextmanager
+    def forward(self, trains: bool, is_last: Callable[[], bool | None]) -> Iterator[None]:
+        """A context for the forward of one batch, which opens a window with zeroed gradients if none is open.
 
         ``is_last`` is called if it may be the last batch of its loader and must close the window then; it returns None
         if that is not known yet.
         """
-        self._refuse_updates_in_backward(self.model)  # hooks may have been added since construction
-        if self.position == 0:
-            for optimizer in self.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-        return is_last() if self.position + 1 < self.size else True
+        if trains:
+            self._refuse_early_updates(self.model)  # hooks may have been added since construction
+            if self.position == 0:
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad(set_to_none=True)
+            self._closes = is_last() if self.position + 1 < self.size else True
+        with self._accumulation() if trains else contextlib.nullcontext():
+            yield
 
     @contextlib.contextmanager
-    def accumulation(self, closes: bool | None) -> Iterator[None]:
+    def _accumulation(self) -> Iterator[None]:
         """A context for forward or backward of one batch: ``no_sync`` of replicas, unless the batch may be the last.
 
         Optimizers that can defer updates inside backward defer them, unless the batch closes the window.
         """
         with contextlib.ExitStack() as stack:
-            for module in _replicated(self.model) if closes is False else ():
+            for module in _replicated(self.model) if self._closes is False else ():
                 # DDP with a static graph records it in its first backward, which must not run in no_sync. The
                 # additional all-reduce changes nothing: a mean over replicas is not changed by the next one.
                 if self._static_graphs_known or not getattr(module, "static_graph", False):
                     stack.enter_context(module.no_sync())
-            for optimizer in () if closes else self.optimizers:
+            for optimizer in () if self._closes else self.optimizers:
                 if hasattr(optimizer, "accumulate"):
                     stack.enter_context(optimizer.accumulate())
             yield
 
-    def backward(self, closes: bool | None, losses: Any) -> None:
-        """Accumulates the gradient of one batch's losses (the sum of all their elements), and steps at the end."""
+    def backward(self, losses: Any) -> None:
+        """Accumulates the gradient of the batch's losses (the sum of all their elements), and steps at the end."""
         batches = self.position + 1
         weight = 1.0 / self.size
-        if closes and batches < self.size:
+        if self._closes and batches < self.size:
             # The earlier batches were weighted as parts of a full window. This is corrected before the last backward,
             # so that an all-reduce in this backward already sees the mean over the true size.
             weight = 1.0 / batches
@@ -141,12 +154,11 @@ class Window:
         loss = _total(losses)
         if weight != 1.0:
             loss = loss * weight
-        with self.accumulation(closes):
+        with self._accumulation():
             self.scaler.scale(loss).backward()
         self._static_graphs_known = True
         self.position = batches
-        self._reduced = closes is not False
-        if closes:
+        if self._closes:
             self._step()
 
     def finish(self) -> None:
@@ -155,13 +167,13 @@ class Window:
         A window of replicas whose latest backward ran in ``no_sync`` stays open for the next loader's batches: the
         batch that should have closed it was lost to an exception, and ranks must not step with different gradients.
         """
-        if self.position and (self._reduced or not _replicated(self.model)):
+        if self.position and (self._closes is not False or not _replicated(self.model)):
             self._reweight(self.position)
             self._step()
 
     def _reweight(self, batches: int) -> None:
         """Rescales the gradients from parts of a full window's mean to parts of the mean over ``batches``."""
-        for parameter in self._parameters():
+        for parameter in _parameters(*self.optimizers):
             if parameter.grad is not None:
                 parameter.grad.mul_(self.size / batches)
 
@@ -180,13 +192,9 @@ class Window:
         """Discards the open window; the next batch opens a new one with zeroed gradients."""
         self.position = 0
 
-    def _parameters(self) -> list[Tensor]:
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return [parameter for group in groups for parameter in group["params"]]
-
     def state_dict(self) -> dict[str, Any]:
         """Position, gradients accumulated so far (in the order of the optimizer's parameters), steps and scaler."""
-        grads = [p.grad for p in self._parameters()] if self.position else []
+        grads = [p.grad for p in _parameters(*self.optimizers)] if self.position else []
         return {
             "kind": self._kind(),
             "position": self.position,
@@ -196,12 +204,12 @@ class Window:
         }
 
     def _kind(self) -> dict[str, Any]:
-        parameters = len(self._parameters())
+        parameters = len(_parameters(*self.optimizers))
         return {"grad_accum": self.size, "parameters": parameters, "gradient scaling": self.scaler.is_enabled()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues the window of a :meth:`state_dict`; refuses one of another size, parameters, or scaling."""
-        parameters = self._parameters()
+        parameters = _parameters(*self.optimizers)
         if state["kind"] != self._kind():
             raise ValueError(f"expected the state of a pipeline with {self._kind()}, got {state['kind']}")
         if state["position"]:
@@ -212,6 +220,10 @@ class Window:
             # A scaler initializes its scale tensor with the first loss; finish() may step before any loss.
             self.scaler.scale(torch.zeros((), device=parameters[0].device))
         self.position, self.steps = state["position"], state["steps"]
+
+
+def _parameters(*optimizers: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _refuse_closure(optimizer: Any) -> None:
@@ -225,6 +237,43 @@ def _refuse_closure(optimizer: Any) -> None:
             f"a {error}: a train pipeline runs each batch once, so it cannot compute the loss of a batch again; take a "
             f"first-order optimizer, or train with this one in a plain loop"
         ) from None
+
+
+def _refuse_updates_in_backward(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], because: str, *, hooks: bool = True
+) -> None:
+    """Refuses optimizers that update inside backward, among ``optimizers``, in ``model`` and at its parameters.
+
+    Args:
+        model: its parameters and modules are searched.
+        optimizers: those of the pipeline that cannot be deferred.
+        because: for the error, what makes gradients incomplete: ``f"this pipeline {because}"``.
+        hooks: whether hooks at the parameters are called before their gradients are complete.
+    """
+    eager = [each for each in optimizers if getattr(each, "update_in_backward", False)]
+    found = [f"{type(each).__name__}(update_in_backward=True)" for each in eager]
+    for name, parameter in model.named_parameters() if hooks else ():
+        if getattr(parameter, "_in_backward_optimizers", None):
+            found.append(f"parameter {name!r} (apply_optimizer_in_backward)")
+        elif any(map(_may_update, (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())):
+            found.append(f"parameter {name!r} (register_post_accumulate_grad_hook)")
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "fused_optimizer", None), "params", None):
+            found.append(f"module {name!r} (fused optimizer)")
+    if found:
+        raise ValueError(
+            f"expected no optimizer that updates inside backward, because this pipeline {because} and such an "
+            f"optimizer would update before the gradient is complete, got: {', '.join(found[:8])}"
+            f"{f' and {len(found) - 8} more' if len(found) > 8 else ''}; step them after backward (for torchrec: "
+            f"the dense compute kernel), or train without it"
+        )
+
+
+def _may_update(hook: Any) -> bool:
+    """Whether a hook on an accumulated gradient may be an optimizer: all except those of torch.distributed."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def check_count(name: str, count: Any) -> None:

@@ -1,7 +1,8 @@
-"""A case that tests run in processes of their own."""
+"""Cases that tests run in processes of their own."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -13,52 +14,29 @@ from benchmarks.harness.case import CannotRunError
 from benchmarks.harness.memory import cap_memory, memory_of
 from benchmarks.harness.worker import Reporter
 
+#: What the programs of :func:`runs` use.
+NAMES = {each.__name__: each for each in (mmap, os, signal, subprocess, sys, CannotRunError, cap_memory, memory_of)}
 
-def acts(report: Reporter, actions: list[list[Any]]) -> dict[str, Any]:
-    """Does what it is told, action by action; tells how many turns it took."""
-    held, turns = [], 0
+
+def runs(report: Reporter, code: str) -> dict[str, Any]:
+    """Runs a program that may report."""
     print("a stray line on standard output")
-    for action, *how in actions:
-        if action == "step":
-            report.step(**how[0])
-        elif action == "phase":
-            report.phase(how[0])
-        elif action == "hold":
-            held.append(bytearray(b"\1") * (how[0] << 20))
-        elif action == "drop":
-            held.clear()
-        elif action == "cap":
-            cap_memory(memory_of(os.getpid())[1] + (how[0] << 20))
-        elif action == "map":
-            import mmap
+    exec(code, {**NAMES, "report": report})
+    return {name: os.environ.get(name) for name in ("SET_BY_USER", "ONLY_OURS")}
 
-            with Path(how[0]).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                held.append(sum(mapped[k] for k in range(0, len(mapped), 4096)))  # touches every page
-                report.phase("mapped")
-        elif action == "turns":  # each writes down in a shared file who takes it; one may be the last
-            name, seconds, log, last = how
-            for k in report.turns():
-                if k == last:
-                    raise ArithmeticError("the reason it died of")
-                turns += 1
-                if log:
-                    with Path(log).open("a") as shared:
-                        shared.write(name)
-                report.step(seconds=seconds[min(k, len(seconds) - 1)])
-        elif action == "raise":
+
+def takes_turns(report: Reporter, name: str, seconds: list[float], log: str, last: int | None) -> dict[str, Any]:
+    """Each writes down in a shared file who takes it; one may be the last. Tells how many it took."""
+    turns = 0
+    for k in report.turns():
+        if k == last:
             raise ArithmeticError("the reason it died of")
-        elif action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif action == "leave":
-            os._exit(0)
-        elif action == "skip":
-            raise CannotRunError("needs what this machine has not")
-        elif action == "hang":
-            report.step(pid=subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).pid)
-            signal.pause()
-        else:
-            raise AssertionError(action)
-    return {"turns": turns, "environment": {name: os.environ.get(name) for name in ("SET_BY_USER", "ONLY_OURS")}}
+        turns += 1
+        if log:
+            with Path(log).open("a") as shared:
+                shared.write(name)
+        report.step(seconds=seconds[min(k, len(seconds) - 1)])
+    return {"turns": turns}
 
 
 def takes_turns_as_a_rank(report: Reporter, mebibytes: int, fails: str = "") -> dict[str, Any]:

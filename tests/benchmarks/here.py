@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,17 +36,6 @@ class Recorder(Reporter):
             self.outcome.peaks[name] = held + 1
 
 
-@contextlib.contextmanager
-def inside(folder: str | Path) -> Iterator[None]:
-    """In this working directory."""
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def run_case(case: Case, folder: str | Path, turns: int = 0) -> Outcome:
     """The outcome of a case without a process; peers are skipped."""
     found = Outcome(case)
@@ -55,7 +43,7 @@ def run_case(case: Case, folder: str | Path, turns: int = 0) -> Outcome:
         found.skipped = "peers need a process" if case.peer else "ranks need processes"
         return found
     module, _, function = case.target.partition(":")
-    with inside(folder):
+    with contextlib.chdir(folder):
         try:
             found.result = getattr(importlib.import_module(module), function)(Recorder(found, turns), **case.arguments)
         except CannotRunError as reason:

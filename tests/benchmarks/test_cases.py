@@ -28,21 +28,21 @@ linux = pytest.mark.skipif(not psutil.LINUX, reason="needs Linux: /proc tells an
 pytestmark = pytest.mark.usefixtures("from_the_root")
 
 
-def case(*actions: Any, name: str = "case", **how: Any) -> Case:
-    written = [[action] if isinstance(action, str) else action for action in actions]
-    return Case(name, f"{HERE}:acts", {"actions": written}, **how)
+def case(code: str = "", name: str = "case", **how: Any) -> Case:
+    return Case(name, f"{HERE}:runs", {"code": code}, **how)
 
 
 def turns(name: str, log: Path | str = "", *seconds: float, last: int | None = None) -> Case:
-    return case(["turns", name, seconds or (1.0,), str(log), last], name=name)
+    how = {"name": name, "seconds": seconds or (1.0,), "log": str(log), "last": last}
+    return Case(name, f"{HERE}:takes_turns", how)
 
 
 def run(*cases: Case, order: str = "alone", count: int = 0, warmup: int = 0, **how: Any) -> list[Outcome]:
     return run_group(cases, ROOT, order, count, warmup, **how)
 
 
-def run_alone(*actions: Any, **how: Any) -> Outcome:
-    return run(case(*actions, **how))[0]
+def run_alone(code: str = "", **how: Any) -> Outcome:
+    return run(case(code, **how))[0]
 
 
 # --- what a case tells -----------------------------------------------------------------------------------------------
@@ -52,34 +52,34 @@ def test_a_case_reports_its_steps_and_gets_its_environment_unless_the_user_has_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SET_BY_USER", "theirs")
-    found = run_alone(
-        ["step", {"loss": 0.0}], ["step", {"loss": 1.0}], environment={"SET_BY_USER": "", "ONLY_OURS": "1"}
-    )
+    environment = {"SET_BY_USER": "", "ONLY_OURS": "1"}
+    found = run_alone("report.step(loss=0.0); report.step(loss=1.0)", environment=environment)
     assert found.failure is None
-    assert found.result == {"turns": 0, "environment": {"SET_BY_USER": "theirs", "ONLY_OURS": "1"}}
+    assert found.result == {"SET_BY_USER": "theirs", "ONLY_OURS": "1"}
     assert found.steps == [{"loss": 0.0}, {"loss": 1.0}]
 
 
 @pytest.mark.parametrize(
-    ("action", "reason"),
+    ("code", "reason"),
     [
-        ("raise", DIED),
-        ("kill", "failed: killed by SIGKILL (out of memory?)"),
-        ("leave", "failed: exit status 0: a stray line on standard output"),
-        ("skip", "skipped: needs what this machine has not"),
+        ("raise ArithmeticError('the reason it died of')", DIED),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "failed: killed by SIGKILL (out of memory?)"),
+        ("os._exit(0)", "failed: exit status 0: a stray line on standard output"),
+        ("raise CannotRunError('needs what this machine has not')", "skipped: needs what this machine has not"),
     ],
 )
 def test_a_case_without_a_result_is_reported_with_its_reason(
-    action: str, reason: str, capsys: pytest.CaptureFixture[str]
+    code: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run_alone(action)
+    found = run_alone(code)
     assert found.result is None
     assert found.reason == reason
     assert reason in "".join(capsys.readouterr())
 
 
 def test_a_case_that_is_not_done_in_time_ends_with_what_it_has_started() -> None:
-    found = run_alone("hang", seconds=3.0)
+    child = "subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])"
+    found = run_alone(f"report.step(pid={child}.pid); signal.pause()", seconds=3.0)
     assert found.failure == "not done after 3 s"
     other = found.steps[0]["pid"]
     while psutil.pid_exists(other) and psutil.Process(other).status() != psutil.STATUS_ZOMBIE:
@@ -94,7 +94,7 @@ def test_an_interrupted_parent_leaves_no_child(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(PeakMeter, "phase", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run_alone(["phase", "a"], "hang")
+        run_alone("report.phase('a'); signal.pause()")
     assert set(psutil.Process().children()) <= before
 
 
@@ -115,8 +115,19 @@ def test_a_case_is_ready_before_its_first_turn_and_gone_after_its_context(tmp_pa
 def test_anonymous_memory_is_measured_in_its_phase_and_pages_of_a_file_are_not(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\1" * (64 * MEBIBYTE))
-    phases = [["phase", name] for name in ("before", "held", "small", "after")]
-    found = run_alone(phases[0], ["map", str(path)], ["hold", 64], phases[1], "drop", *phases[2:])
+    found = run_alone(
+        f"""
+report.phase("before")
+with open({str(path)!r}, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+    sum(mapped[k] for k in range(0, len(mapped), 4096))  # touches every page
+    report.phase("mapped")
+held = bytearray(b"\\1") * (64 << 20)
+report.phase("held")
+del held
+report.phase("small")
+report.phase("after")
+"""
+    )
     assert found.moments["mapped"] - found.moments["before"] < 4 * MEBIBYTE
     assert 64 * MEBIBYTE <= found.moments["held"] - found.moments["before"] < 72 * MEBIBYTE
     assert found.peaks["small"] < found.moments["held"] - 48 * MEBIBYTE
@@ -124,8 +135,9 @@ def test_anonymous_memory_is_measured_in_its_phase_and_pages_of_a_file_are_not(t
 
 @linux
 def test_a_capped_process_can_take_what_the_cap_leaves_and_dies_of_more() -> None:
-    assert run_alone(["cap", 96], ["hold", 32]).failure is None
-    assert run_alone(["cap", 96], ["hold", 128]).lacked_memory
+    code = "cap_memory(memory_of(os.getpid())[1] + (96 << 20)); held = bytearray(b'\\1') * ({} << 20)"
+    assert run_alone(code.format(32)).failure is None
+    assert run_alone(code.format(128)).lacked_memory
 
 
 @linux
@@ -157,7 +169,10 @@ def test_ranks_of_a_case_take_turns_together_and_the_greatest_peak_of_any_counts
 def test_pairs_alternate_who_starts_and_the_reference_keeps_its_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
     cases = [turns("r", log, 1.0, 2.0, 3.0, 4.0), turns("a", log, 3.0, 6.0, 9.0), turns("b", log)]
-    reference, first, second = run(*cases, order="pairs", count=2, warmup=1)
+    seen: list[str] = []  # an interruption of a long run does not lose what was measured
+    done = lambda outcomes: seen.append("".join(o.name for o in outcomes))  # noqa: E731
+    reference, first, second = run(*cases, order="pairs", count=2, warmup=1, done=done)
+    assert seen == ["ra", "rab"]
     assert log.read_text() == "r" + "ra" + "raar" + "rb" + "rbbr"
     assert [each.result["turns"] for each in (reference, first, second)] == [7, 3, 3]
     assert first.ratios() == [6 / 3, 9 / 4]
@@ -173,19 +188,10 @@ def test_a_round_has_one_turn_of_each_and_who_starts_changes(tmp_path: Path) -> 
     assert outcomes[1].ratios() == [1.5] * 3
 
 
-@pytest.mark.parametrize(("order", "expected"), [("alone", ["r", "ra", "rab"]), ("pairs", ["ra", "rab"])])
-def test_outcomes_are_handed_on_whenever_a_case_has_ended(order: str, expected: list[str]) -> None:
-    """An interruption of a long run does not lose what was measured."""
-    seen: list[str] = []
-    done = lambda outcomes: seen.append("".join(o.name for o in outcomes))  # noqa: E731
-    run(*map(turns, "rab"), order=order, count=1, done=done)
-    assert seen == expected
-
-
 def test_a_case_that_ends_early_or_cannot_run_keeps_its_pairs_and_costs_others_no_turn(tmp_path: Path) -> None:
     log, dying = tmp_path / "log", turns("dying", last=1)
     reference, first, skipped, second = run(
-        turns("r", log), dying, case("skip"), turns("b"), order="pairs", count=3, warmup=0
+        turns("r", log), dying, case("raise CannotRunError('')"), turns("b"), order="pairs", count=3, warmup=0
     )
     assert first.ratios() == [1.0]
     assert first.reason == DIED

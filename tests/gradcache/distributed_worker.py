@@ -24,11 +24,7 @@ from gradcache.functional import cached, cat_input_tensor, gather_input_tensor
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from gradcache.sentence_transformers import CachedGISTEmbedLoss, CachedMultipleNegativesRankingLoss
 from offload import OffloadModel
-
-
-def tower(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
+from tests.gradcache.towers import Sentences, tower
 
 
 def batch(rows: int, seed: int) -> Tensor:
@@ -123,18 +119,6 @@ def count_reduced_elements() -> Callable[[], list[int]]:
 
     dist.all_reduce = counting
     return stop
-
-
-def plain_backward_is_reduced_by_the_wrapper_after_a_step(rank: int) -> None:
-    """The wrappers are left as they were: the user's own backward still averages."""
-    model = tower(1)
-    wrapped = DistributedDataParallel(model)
-    GradCache([wrapped], 2, square)(batch(4, rank))
-    model.zero_grad()
-    wrapped(batch(4, rank)).square().sum().backward()
-    expected = tower(1)
-    (sum(expected(batch(4, k)).square().sum() for k in range(2)) / 2).backward()
-    assert_same([model], [expected])
 
 
 def unused_parameters_and_gradients_of_before(rank: int) -> None:
@@ -316,7 +300,7 @@ def sharded(rank: int) -> None:
     SimpleContrastiveLoss()(expected(x), expected(y)).backward()
     for with_whole in (False, True):
         model = tower(1)
-        for layer in [model[0], model[2], *([model] if with_whole else [])]:
+        for layer in [model[0], model[-1], *([model] if with_whole else [])]:
             fully_shard(layer)
         GradCache([model, model], 2, DistributedContrastiveLoss())(*parts_of([4, 4], rank, x, y))
         assert_same([model], [expected])
@@ -399,27 +383,24 @@ def hooks_of_shards(rank: int, how: str) -> None:
     assert len(calls) == 4
 
 
-class Sentences(nn.Module):
-    """Speaks as a SentenceTransformer does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = tower(1)
-
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"sentence_embedding": self.encoder(features["input_ids"])}
+class Tokenizer:
+    def get_vocab(self) -> dict[str, int]:
+        return {}
 
 
-def ranking(rank: int, **options: Any) -> None:
-    """The loss of sentence-transformers over the rows of both processes, as many as they are."""
+def ranking(rank: int, guided: bool = False, **options: Any) -> None:
+    """A loss of sentence-transformers over the rows of both processes, as many as they are."""
     columns = [batch(8, k) for k in range(3, 6)]
-    expected, model = Sentences(), Sentences()
-    loss = CachedMultipleNegativesRankingLoss(expected, mini_batch_size=3, **options)
-    value = loss([{"input_ids": column} for column in columns])
+    expected, model, guide = Sentences(), Sentences(), Sentences()
+    for each in (expected, model, guide):
+        each.tokenizer = Tokenizer()  # type: ignore[assignment]
+    guide.encoder = tower(2)
+    kind: Any = partial(CachedGISTEmbedLoss, guide=guide) if guided else CachedMultipleNegativesRankingLoss
+    value = kind(expected, mini_batch_size=3, **options)([{"input_ids": column} for column in columns])
     value.backward()
-    mine = CachedMultipleNegativesRankingLoss(
-        DistributedDataParallel(model), mini_batch_size=2, gather_across_devices=True, **options
-    )([{"input_ids": column} for column in parts_of([5, 3], rank, *columns)])
+    loss = kind(model, mini_batch_size=2, gather_across_devices=True, **options)
+    loss.model = DistributedDataParallel(model)
+    mine = loss([{"input_ids": column} for column in parts_of([5, 3], rank, *columns)])
     mine.backward()
     assert abs(float(mine) - float(value)) < 1e-5
     assert_same([model], [expected], 1e-5)
@@ -437,30 +418,6 @@ RANKINGS: list[dict[str, Any]] = [
 ]
 
 
-class Tokenizer:
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
-
-def guided(rank: int) -> None:
-    """The loss with a guide; other anchors count in their own process alone, so they are left out."""
-    columns = [batch(8, k) for k in range(3, 6)]
-    expected, model, guide = Sentences(), Sentences(), Sentences()
-    for each in (expected, model, guide):
-        each.tokenizer = Tokenizer()  # type: ignore[assignment]
-    guide.encoder = tower(2)
-    options = {"temperature": 0.2, "contrast_anchors": False}
-    loss = CachedGISTEmbedLoss(expected, guide, mini_batch_size=3, **options)
-    value = loss([{"input_ids": column} for column in columns])
-    value.backward()
-    mine = CachedGISTEmbedLoss(model, guide, mini_batch_size=2, gather_across_devices=True, **options)
-    mine.model = DistributedDataParallel(model)
-    found = mine([{"input_ids": column} for column in parts_of([5, 3], rank, *columns)])
-    found.backward()
-    assert abs(float(found) - float(value)) < 1e-5
-    assert_same([model], [expected], 1e-5)
-
-
 CLAIMS: dict[str, Callable[[int], None]] = {
     "the loss and gradient are the single process's": partial(compare, rows=[4, 4], chunk=2, negatives=0),
     "also for uneven last batches": partial(compare, rows=[5, 2], chunk=2, negatives=1),
@@ -468,7 +425,6 @@ CLAIMS: dict[str, Callable[[int], None]] = {
     "also for a static graph": partial(compare, rows=[4, 4], chunk=3, negatives=0, static=True),
     "also by tiles": partial(compare, rows=[5, 3], chunk=2, negatives=1, tiles=2),
     "also for a learnable temperature": partial(compare, rows=[3, 4], chunk=1, negatives=0, temperature=True),
-    "a wrapper reduces the user's own backward after a step": plain_backward_is_reduced_by_the_wrapper_after_a_step,
     "a tower unused in one process counts zero there": unused_parameters_and_gradients_of_before,
     "a training step begins with the buffers of rank 0": buffers_follow_rank_0,
     "decorators gather over processes of different sizes": functional,
@@ -492,7 +448,10 @@ CLAIMS: dict[str, Callable[[int], None]] = {
     },
     "an offloaded tower in a wrapper is refused": offloaded_tower_in_a_wrapper,
     **{f"ranking over all processes {k}": partial(ranking, **options) for k, options in enumerate(RANKINGS)},
-    "a guide over all processes leaves out candidates of the whole batch": guided,
+    # Other anchors count in their own process alone.
+    "a guide over all processes leaves out candidates of the whole batch": partial(
+        ranking, guided=True, temperature=0.2, contrast_anchors=False
+    ),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from gradcache.functional import cached, cat_input_tensor
+from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
 from tests.gradcache.towers import Calls, assert_same_gradients, energy, offloaded, tower
 
@@ -145,24 +145,14 @@ def test_dropout_on_the_device_is_replayed_although_the_inputs_are_on_the_host()
 # -- 7: validation before gradients --------------------------------------------------------------------------------
 
 
-def test_loss_that_ignores_a_tower_leaves_that_tower_alone_and_runs_it_once() -> None:
-    model, ignored, calls = tower(), tower(1), []
-    ignored.register_forward_hook(lambda *_: calls.append(1))
-    GradCache([model, ignored], 2, lambda a, b: a.square().sum())(torch.randn(4, 8), torch.randn(4, 8))
-    assert all(parameter.grad is None for parameter in ignored.parameters())
+@pytest.mark.parametrize("how", ["frozen", "ignored by the loss"])
+def test_a_tower_without_a_gradient_runs_once_and_is_left_alone(how: str) -> None:
+    model, other, calls = tower(), tower(1).requires_grad_(how != "frozen"), []
+    other.register_forward_hook(lambda *_: calls.append(1))
+    loss = SimpleContrastiveLoss() if how == "frozen" else lambda a, b: a.square().sum()
+    GradCache([model, other], 2, loss)(torch.randn(4, 8), torch.randn(4, 8))
+    assert all(parameter.grad is None for parameter in other.parameters())
     assert len(calls) == 2
-    assert model[0].weight.grad is not None
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_frozen_tower_is_encoded_once(stream: bool) -> None:
-    calls: list[int] = []
-    layers = tower().requires_grad_(False)
-    layers[0].register_forward_hook(lambda *_: calls.append(1))
-    frozen = offloaded(layers) if stream else layers
-    model = tower(1)
-    GradCache([model, frozen], 2, SimpleContrastiveLoss())(torch.randn(6, 8), torch.randn(6, 8))
-    assert len(calls) == 3
     assert model[0].weight.grad is not None
 
 
@@ -276,15 +266,3 @@ def test_learnable_temperature_gets_the_gradient_of_the_whole_batch_once(chunk_s
     bare(model(x), model(y)).backward()
     GradCache([model, model], chunk_size, ours)(x, y)
     torch.testing.assert_close(ours.weight.grad, bare.weight.grad)
-
-
-# -- 12: decorators ------------------------------------------------------------------------------------------------
-
-
-def test_cat_input_tensor_takes_keyword_arguments() -> None:
-    @cat_input_tensor
-    def shapes(*args: Any, **kwargs: Any) -> Any:
-        return [a.shape if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
-
-    parts = [torch.zeros(2, 3), torch.zeros(1, 3)]
-    assert shapes(parts, 5, y=parts, z=[1, 2], w=[]) == [(3, 3), 5, (3, 3), [1, 2], []]

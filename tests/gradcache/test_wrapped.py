@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gradcache import GradCache
 from offload import OffloadOptimizer
@@ -19,6 +27,8 @@ from tests.gradcache.wrapped_towers import (
     WIDTH,
     Embedding,
     Normalised,
+    Residual,
+    Tower,
     TwoBodies,
     assert_same,
     bodies,
@@ -35,28 +45,6 @@ from tests.gradcache.wrapped_towers import (
 @pytest.fixture(params=["host", "disk"])
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return tmp_path if request.param == "disk" else "cpu"
-
-
-# --- the claim ---------------------------------------------------------------------------------------------------
-
-
-# --- random numbers ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recompute", [True, False], ids=["checkpoint", "graphs"])
-def test_dropout_draws_the_same_masks_in_both_passes_and_batch_norm_counts_each_chunk_once(
-    recompute: bool, home: Any
-) -> None:
-    plain = Embedding(dropout=0.4)
-    ours = with_offload(plain, home, checkpoint_activation=recompute)
-    x = rows(11)
-    torch.manual_seed(1)
-    square(layer_by_layer(plain, x.split(3))).backward()
-    expected = torch.get_rng_state()
-    torch.manual_seed(1)
-    GradCache([ours], 3, square)(x)
-    assert torch.equal(torch.get_rng_state(), expected)
-    assert_same(plain, ours)
 
 
 # --- several steps, optimizers -------------------------------------------------------------------------------------
@@ -182,3 +170,426 @@ def test_micro_batches_of_the_model_stay_micro_batches() -> None:
     square(torch.cat([plain(part) for part in rows(16).split(4)])).backward()
     GradCache([ours], 8, square)(rows(16))
     assert_same(plain, ours)
+
+
+# --- what users pass -----------------------------------------------------------------------------------------------
+
+
+def test_process_fn_and_get_rep_fn_with_parameters_run_around_the_tower() -> None:
+    torch.manual_seed(11)
+    process, rep = nn.Linear(4, WIDTH).double(), nn.Sequential(nn.Dropout(0.3), nn.Linear(WIDTH, 3)).double()
+    plain = Embedding()
+    ours, process_again, rep_again = with_offload(plain), copy.deepcopy(process), copy.deepcopy(rep)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    torch.manual_seed(2)
+    square(rep(plain(process(x)))).backward()
+    torch.manual_seed(2)
+    GradCache([ours], 5, square, get_rep_fn=rep_again, process_fn=process_again)(x)
+    assert_same(plain, ours)
+    assert_same(rep, rep_again)
+
+
+def test_encode_leaves_the_second_pass_to_the_callers_backward() -> None:
+    plain = Embedding(dropout=0.4)
+    ours = with_offload(plain)
+    torch.manual_seed(1)
+    square(layer_by_layer(plain, rows(6).split(2))).backward()
+    torch.manual_seed(1)
+    (encoded,) = GradCache([ours], 2, square).encode(rows(6))
+    loss = square(encoded)
+    assert loads(ours) == [SHARDS]
+    loss.backward()
+    assert_same(plain, ours)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+# --- what a tower does around the call ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["in the tower", "around encode()"])
+def test_autocast_around_the_call_is_in_force_when_the_model_runs_also_in_a_later_backward(where: str) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.body = nn.Linear(WIDTH, WIDTH), layers().float()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                h = self.body(x)
+            return h.float()
+
+    plain = Cast()
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where != "in the tower"):
+            (encoded,) = GradCache([model], 2, square).encode(rows(6).float())
+        square(encoded).backward()
+    assert_same(plain, ours, 1e-6)
+    assert max(loads(ours)) <= 2 * SHARDS
+
+
+class ReadsMask(nn.Module):
+    """A layer that is told something by the tower, past its arguments."""
+
+    mask: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+class SetsMaskOfLayer(nn.Module):
+    """Layers are configured for one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*layers(), ReadsMask())
+
+    def forward(self, x: Tensor) -> Tensor:
+        list(self.body.children())[-1].mask = (x > 0).double()  # type: ignore[assignment]
+        return self.body(x)
+
+
+class CopiesIntoBuffer(nn.Module):
+    """The next chunk overwrites the arguments of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers()
+        self.register_buffer("place", torch.zeros(2, WIDTH, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.place, Tensor)
+        self.place.copy_(x)
+        return self.body(self.place)
+
+
+class EitherOrder(TwoBodies):
+    """Chunks call models in different orders."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.body, self.second) if float(x[0, 0]) > 0 else (self.second, self.body)
+        return second(first(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (SetsMaskOfLayer, "Sequential in SetsMaskOfLayer .* changes its state only during the call"),
+        (CopiesIntoBuffer, "overwritten by the next chunk"),
+        (EitherOrder, "in EitherOrder .* in another order"),
+    ],
+)
+def test_calls_that_cannot_run_together_are_right_with_one_warning(kind: Any, words: str) -> None:
+    plain = kind()
+    ours = with_offload(plain)
+    step = GradCache([ours], 2, square)
+    for k in range(2):
+        GradCache([plain], 2, square)(rows(12, 6))
+        with pytest.warns(RuntimeWarning, match=words) if k == 0 else contextlib.nullcontext():
+            step(rows(12, 6))
+    assert_same(plain, ours)
+    assert kind is not EitherOrder or sum(loads(ours)) <= 2 * 6 * SHARDS
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_call_inside_a_checkpoint_of_torch_is_run_where_it_is(reentrant: bool) -> None:
+    class Checkpointed(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, self.first(x), use_reentrant=reentrant)
+
+    plain = Checkpointed()
+    ours = with_offload(plain)
+    square(plain(rows(6))).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        GradCache([ours], 2, square)(rows(6))
+    assert_same(plain, ours)
+    said = [str(warning.message) for warning in caught if "Sequential in Checkpointed" in str(warning.message)]
+    assert len(said) == (not reentrant)
+
+
+# --- towers that train as the plain ones ---------------------------------------------------------------------------
+
+
+class CheckpointedPrefix(Embedding):
+    """With batch normalisation, which counts each chunk once."""
+
+    def prefix(self, x: Tensor) -> Tensor:
+        return checkpoint(super().prefix, x, use_reentrant=False)
+
+
+class KeepsMask(Tower):
+    """Keeps things in attributes between prefix and suffix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = (x > 0).double()
+        return self.body(self.first(x)) * self.mask
+
+
+class Toggles(Tower):
+    """Training flags that it sets for its call hold when the model runs."""
+
+    dropout = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.body.eval()
+        h = self.body(x)
+        self.body.train()
+        return nn.functional.dropout(h, 0.0, self.training)
+
+
+class FlagsAround(Tower):
+    """Training flags that it sets before its call hold in its suffix, and not in the next chunk."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm_before(self.first(x))
+        self.norm_before.eval()
+        self.drop.p = 0.5
+        self.drop.eval()
+        h = self.drop(self.body(x))
+        self.norm_before.train()
+        self.drop.train()
+        return self.last(h)
+
+
+class InPlace(Tower):
+    """Writes over its input, and over what the body returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*layers(), nn.Linear(WIDTH, WIDTH).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        h = self.body(self.first(x * 1))
+        h.mul_(3).tanh_()
+        return h + x.add_(1)
+
+
+class Unrecorded(Embedding):
+    """Calls its body without gradients, and writes over what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.body(self.prefix(x))
+        return self.suffix(h.mul_(3).tanh_())
+
+
+class Several(Tower):
+    """Calls its model never, once or twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(int(x.detach()[0, 0] > 0) + int(x.detach()[0, 1] > 0)):
+            x = self.body(x)
+        return x
+
+
+class NormBehind(Several):
+    """Writes running statistics behind the last call, and draws there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.norm_after(super().forward(x)), 0.4, self.training)
+
+
+class Evaluates(Tower):
+    """Its second call is in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        if float(x.detach()[0, 0]) > 0:
+            self.body.eval()
+            h = h + self.body(x)
+            self.body.train()
+        return self.norm_after(h)
+
+
+class Replaces(Several):
+    """Replaces a buffer behind its last call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.seen = torch.cat([self.seen, h.detach()])
+        return h
+
+
+_GLOBALS, _LOCALS = types.SimpleNamespace(), threading.local()
+
+
+class Shared(Tower):
+    """Keeps something of each chunk in one place before the body, and reads it behind the body."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.stack = place, []
+        self.outer = types.SimpleNamespace(inner=types.SimpleNamespace())
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).double()
+        kept: Any = {"global": _GLOBALS, "thread-local": _LOCALS, "deep object": self.outer.inner}.get(self.place)
+        if kept is None:
+            self.stack.append(mask)
+        else:
+            kept.mask = mask
+        h = self.body(self.first(x))
+        return self.last(h * (self.stack.pop() if kept is None else kept.mask))
+
+
+#: Each, and how often a step loads its shards.
+TOWERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    **{name: (kind, 2) for name, kind in KINDS.items()},
+    **{kind.__name__: (kind, 2) for kind in (CheckpointedPrefix, KeepsMask, Toggles, FlagsAround, InPlace)},
+    **{kind.__name__: (kind, 4) for kind in (Several, NormBehind, Evaluates, Replaces)},
+    "Unrecorded": (Unrecorded, 1),
+    **{
+        f"Shared {place}": (lambda place=place: Shared(place), 2)
+        for place in ("global", "thread-local", "deep object", "stack")
+    },
+}
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["checkpoint", "graphs"])
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_around_a_model_trains_as_the_plain_one_with_few_loads(
+    name: str, recompute: bool, tmp_path: Path
+) -> None:
+    """All chunks run in their order: what they write, and draw outside of the body, is as in the plain tower."""
+    make, most = TOWERS[name]
+    plain = make()
+    ours = with_offload(plain, tmp_path if recompute else "cpu", checkpoint_activation=recompute)
+    inputs = [rows(16, 6)] * (2 if name in KINDS else 1)
+    for seed in range(2):
+        states = []
+        before = loads(ours)
+        for model in (plain, ours):
+            torch.manual_seed(seed)
+            GradCache([model] * len(inputs), 4 if name in KINDS else 2, square)(*inputs)
+            states.append(torch.get_rng_state())
+        assert torch.equal(*states)
+        taken = [now - then for now, then in zip(loads(ours), before, strict=True)]
+        assert max(taken) <= (2 if name in KINDS else most) * SHARDS
+    assert_same(plain, ours)
+    assert torch.equal(inputs[0], rows(16, 6))
+    assert all(module.training for module in ours.modules())
+
+
+def test_a_subclass_with_a_model_call_of_its_own_runs_chunk_by_chunk_and_warns_once() -> None:
+    class Doubled(GradCache):
+        def model_call(self, model: nn.Module, model_input: Any) -> Any:
+            return 2 * super().model_call(model, model_input)
+
+    plain = Residual()
+    ours = with_offload(plain)
+    (2 * plain(rows(4))).square().sum().backward()
+    step = Doubled([ours], 2, lambda r: r.square().sum())
+    with pytest.warns(RuntimeWarning, match="Sequential in Residual .* Doubled replaces model_call"):
+        step(rows(4))
+    assert_same(plain, ours)
+    step(rows(4))
+
+
+# --- small towers at random ----------------------------------------------------------------------------------------
+
+
+class RandomTower(nn.Module):
+    """A tower of pieces: a letter each. ``b`` and ``B`` are bodies, the others what stands around them."""
+
+    def __init__(self, pieces: str, skips: bool) -> None:
+        super().__init__()
+        torch.manual_seed(len(pieces))
+        self.pieces, self.skips = pieces, skips
+        self.b, self.B = layers(1, 0.3), layers(2)
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.frozen = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH).double()
+
+    def step(self, piece: str, x: Tensor) -> Tensor:
+        steps: dict[str, Callable[[Tensor], Tensor]] = {
+            "l": self.linear,
+            "f": self.frozen,
+            "n": self.norm,
+            "d": lambda x: nn.functional.dropout(x, 0.3, self.training),
+            "i": lambda x: (x * 1).relu_() - 0.1,
+            "0": Tensor.detach,
+        }
+        return steps[piece](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x
+        for piece in self.pieces:
+            x = getattr(self, piece)(x) if piece in "bB" else self.step(piece, x)
+        return x + first * x if self.skips else x
+
+    def layer_by_layer(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The same for many chunks, each piece for all chunks before the next."""
+        values = list(chunks)
+        segments: list[str] = [""]
+        for piece in self.pieces:
+            if piece in "bB":
+                segments += [piece, ""]
+            else:
+                segments[-1] += piece
+        for segment in segments:
+            if segment in ("b", "B"):
+                for layer in getattr(self, segment):
+                    values = [layer(value) for value in values]
+                continue
+            for i, value in enumerate(values):
+                for piece in segment:
+                    value = self.step(piece, value)
+                values[i] = value
+        return (v + c * v if self.skips else v for v, c in zip(values, chunks, strict=True))
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    pieces=st.text("bBlfndi0", min_size=1, max_size=6),
+    skips=st.booleans(),
+    sizes=st.lists(st.integers(2, 4), min_size=1, max_size=4),
+    recompute=st.booleans(),
+    steps=st.integers(1, 2),
+    microbatches=st.sampled_from([1, 1, 2]),
+    needs_input=st.booleans(),
+)
+def test_any_small_tower_equals_the_plain_one_run_in_the_same_order(
+    pieces: str, skips: bool, sizes: list[int], recompute: bool, steps: int, microbatches: int, needs_input: bool
+) -> None:
+    class Uneven(GradCache):
+        def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
+            return list(model_input.split(sizes))
+
+    if microbatches > 1:
+        pieces = pieces.replace("b", "B")  # whose layers draw nothing, so that the order of the cells shows nowhere
+    plain = RandomTower(pieces, skips)
+    ours = with_offload(plain, checkpoint_activation=recompute, num_microbatches=microbatches)
+    if not any(parameter.requires_grad for parameter in plain.parameters()):
+        return
+    norm_on_both_sides = sum("n" in segment for segment in pieces.replace("B", "b").split("b")) > 1
+    for seed in range(steps):
+        leaves = [rows(sum(sizes), seed).requires_grad_(needs_input) for _ in range(2)]
+        inputs = [leaf * 1 for leaf in leaves]
+        torch.manual_seed(seed)
+        expected = square(torch.cat(list(plain.layer_by_layer(inputs[0].split(sizes)))))
+        if expected.requires_grad:
+            expected.backward()
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        before = loads(ours)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = Uneven([ours], 2, square)(inputs[1])
+        assert bool(caught) == (seed == 0 and norm_on_both_sides and len(sizes) > 1)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-13)
+        assert torch.equal(torch.get_rng_state(), state)
+        for body, then, now in zip(("b", "B"), before, loads(ours), strict=True):
+            assert now - then <= 2 * SHARDS * pieces.count(body)
+        if needs_input and leaves[0].grad is not None:
+            torch.testing.assert_close(leaves[1].grad, leaves[0].grad, rtol=1e-10, atol=1e-14)
+    assert_same(plain, ours, 1e-11)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from gradcache import Accumulation, GradCache
@@ -48,6 +49,27 @@ class Calls(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self, x)
+
+
+class Output(dict[str, Any]):
+    """Drops fields that are None, and has the others as attributes, as the outputs of transformers do."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__({name: value for name, value in fields.items() if value is not None})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+pytree.register_pytree_node(
+    Output,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, names: Output(**dict(zip(names, values, strict=True))),
+    serialized_type_name="tests.gradcache.Output",
+)
 
 
 def linear() -> nn.Linear:
@@ -159,6 +181,17 @@ def kind_of(name: str) -> tuple[nn.Sequential, Tensor]:
         mean = Calls(lambda self, x: torch.tanh(x.float()).mean(1))
         return nn.Sequential(TABLES[name](), mean, linear()), torch.randint(0, 20, (8, 6))
     return nn.Sequential(linear(), LAYERS[name](), linear()), torch.randn(8, 8)
+
+
+class Sentences(nn.Module):
+    """Speaks as a SentenceTransformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = tower(1)
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self.encoder(features["input_ids"])}
 
 
 # --- ways to take a step ---------------------------------------------------------------------------------------------

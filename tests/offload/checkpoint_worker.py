@@ -70,20 +70,16 @@ class Killer:
         """Listens to everything that happens in this process from here on."""
         for name in ("open", "write", "fsync", "replace", "unlink", "mkdir", "rmdir"):
             setattr(os, name, self._saving(getattr(os, name)))
-        cell, on_lane = Meter.cell, Meter.on_lane
         read, write, step = DiskBlock.read_into, DiskBlock.write, torch.optim.AdamW.step
 
-        @contextlib.contextmanager
-        def watched_cell(meter: Meter, kind: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-            with self._around({"F": "forward", "B": "backward"}[kind]), cell(meter, kind, *args, **kwargs):
-                yield
+        def watched(span: Callable[..., Any]) -> Any:
+            @contextlib.contextmanager
+            def around(meter: Meter, of: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+                event = {"F": "forward", "B": "backward"}.get(of, of)
+                with self._around(event), span(meter, of, *args, **kwargs):
+                    yield
 
-        @contextlib.contextmanager
-        def watched_lane(
-            meter: Meter, lane: str, token: str, nbytes: int = 0, *, kind: str | None = None
-        ) -> Iterator[None]:
-            with self._around(lane), on_lane(meter, lane, token, nbytes, kind=kind):
-                yield
+            return around
 
         def watched_read(block: DiskBlock, destination: torch.Tensor, offset: int = 0) -> None:
             self.event("read")
@@ -97,7 +93,7 @@ class Killer:
             with self._around("arithmetic"):
                 step(optimizer)
 
-        Meter.cell, Meter.on_lane = watched_cell, watched_lane  # type: ignore[method-assign, assignment]
+        Meter.cell, Meter.on_lane = watched(Meter.cell), watched(Meter.on_lane)  # type: ignore[method-assign]
         DiskBlock.read_into, DiskBlock.write = watched_read, watched_write  # type: ignore[method-assign]
         torch.optim.AdamW.step = watched_step  # type: ignore[method-assign, assignment]
 
@@ -112,10 +108,8 @@ class Killer:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is main:  # lanes open files too
-                partial = (
-                    (lambda: action(args[0], args[1][: len(args[1]) // 2])) if action.__name__ == "write" else None
-                )
-                self.event("save", partial or (lambda: None))
+                half = args[1][: len(args[1]) // 2] if action.__name__ == "write" else None
+                self.event("save", lambda: half and action(args[0], half))
             return action(*args, **kwargs)
 
         return counted
@@ -148,10 +142,9 @@ def train(
     Returns the number of events of each kind, and a hash of all that training has changed.
     """
     states_form, store_dtype, gradient_dtype = STATES[states]
-    how: dict[str, Any] = {"store_dtype": store_dtype, "gradient_dtype": gradient_dtype}
     saved = (folder / "model.safetensors.index.json").exists()
     home = str(folder / "home") if keep else home
-    model = make(home, slices, keep=keep, saved=saved, **how)
+    model = make(home, slices, keep=keep, saved=saved, store_dtype=store_dtype, gradient_dtype=gradient_dtype)
     state_forms.LEAST_ELEMENTS = WIDTH * WIDTH
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.5, states=states_form)
     begin = load_checkpoint(folder, model, optimizer).step if saved else 0
@@ -165,10 +158,8 @@ def train(
         if step % 2 or step == steps - 1:
             save_checkpoint(folder, model, optimizer, file_bytes=600)
     digest = hashlib.sha256()
-    for value in [
-        *model.state_dict().values(),
-        *(v for s in optimizer.state_dict()["state"].values() for v in s.values()),
-    ]:
+    stored = (v for s in optimizer.state_dict()["state"].values() for v in s.values())
+    for value in (*model.state_dict().values(), *stored):
         digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     digest.update(torch.get_rng_state().numpy().tobytes())
     if keep:
@@ -228,9 +219,8 @@ def main() -> None:
             kind = next(kinds)
         agreed += result[1] == expected
         # One that was killed after its last save had replaced the index had no time to remove the one before.
-        numbers = {
-            entry.name.split("-")[1] for entry in folder.iterdir() if entry.name.startswith(("model-", "state-"))
-        }
+        names = [entry.name for entry in folder.iterdir()]
+        numbers = {name.split("-")[1] for name in names if name.startswith(("model-", "state-"))}
         assert len(numbers) <= 2, numbers
     print(json.dumps({"killed": killed, "agreed": agreed, "rounds": rounds}))
 

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from offload.storage.page_cache import _direct_works
-from tests.offload.late import LateLane, run_late
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LateLane]]:
-    """Models made after calling this move their bytes on late lanes, and every slot holds NaN until it is filled."""
-
-    return partial(run_late, monkeypatch)
 
 
 @pytest.fixture(params=["host", "disk"])

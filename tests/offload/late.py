@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload.streaming.lane import Arrival, CopyLane, CopyLanes
-from offload.streaming.slot_pool import SlotPool
+from offload.streaming.streamer import SlotPool
 
 
 class LateArrival(Arrival):
@@ -121,7 +121,5 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object
 
     monkeypatch.setattr(SlotPool, "acquire_slot", lambda self, meter, nbytes: poisoned(acquire(self, meter, nbytes)))
     monkeypatch.setattr(SlotPool, "release", released)
-    monkeypatch.setattr(
-        SlotPool, "acquire_unneeded", lambda self, slot_user: poisoned(acquire_unneeded(self, slot_user))
-    )
+    monkeypatch.setattr(SlotPool, "acquire_unneeded", lambda self, streamer: poisoned(acquire_unneeded(self, streamer)))
     return made

@@ -56,3 +56,7 @@ def train(model: nn.Module, steps: range) -> list[float]:
 
 def everything(model: nn.Module) -> dict[str, Tensor]:
     return {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

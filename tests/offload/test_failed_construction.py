@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload import OffloadModel, save_checkpoint
 from offload.engine.homes import ModelHomes
 from offload.files.tensor_file import TensorFile
-from offload.streaming.layer_homes import LayerHomes
+from offload.streaming.materialize import Materializer
 from tests.offload.interrupts import interrupted, lines_of
 from tests.offload.open_files import open_files
 
@@ -113,17 +113,38 @@ def fail_when_all_moved(monkeypatch: pytest.MonkeyPatch, error: BaseException) -
     monkeypatch.setattr(ModelHomes, "__init__", late)
 
 
+def fail_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("offload.model.return_freed_memory", broken)
+
+
 UNREADABLE = OSError(errno.EIO, "Input/output error")
 NO_THREAD = RuntimeError("can't start new thread")
-FAILURES: dict[str, tuple[type[BaseException], Callable[[pytest.MonkeyPatch], None]]] = {
-    "no memory for the first shard": (MemoryError, lambda p: fail_at(p, LayerHomes, "shard", 0, MemoryError())),
-    "no memory for a middle shard": (MemoryError, lambda p: fail_at(p, LayerHomes, "shard", 2, MemoryError())),
-    "no memory for the last shard": (MemoryError, lambda p: fail_at(p, LayerHomes, "shard", 4, MemoryError())),
-    "the first weight is unreadable": (OSError, lambda p: fail_at(p, TensorFile, "read_into", 0, UNREADABLE)),
-    "a middle weight is unreadable": (OSError, lambda p: fail_at(p, TensorFile, "read_into", 3, UNREADABLE)),
-    "the last weight is unreadable": (OSError, lambda p: fail_at(p, TensorFile, "read_into", 11, UNREADABLE)),
-    "no thread": (RuntimeError, lambda p: fail_when_all_moved(p, NO_THREAD)),
-    "an interrupt": (KeyboardInterrupt, lambda p: fail_when_all_moved(p, KeyboardInterrupt())),
+Fail = Callable[[pytest.MonkeyPatch], None]
+#: What is raised, how, and the arguments of the model.
+FAILURES: dict[str, tuple[type[BaseException], Fail, dict[str, Any]]] = {
+    **{
+        f"no memory for shard {k}": (
+            MemoryError,
+            lambda p, k=k: fail_at(p, Materializer, "fill", k, MemoryError()),  # type: ignore[misc]
+            {},
+        )
+        for k in (0, 2, 4)
+    },
+    **{
+        f"weight {k} is unreadable": (
+            OSError,
+            lambda p, k=k: fail_at(p, TensorFile, "read_into", k, UNREADABLE),  # type: ignore[misc]
+            {"pretrained": "saved"},
+        )
+        for k in (0, 3, 11)
+    },
+    "no thread": (RuntimeError, lambda p: fail_when_all_moved(p, NO_THREAD), {}),
+    "an interrupt": (KeyboardInterrupt, lambda p: fail_when_all_moved(p, KeyboardInterrupt()), {}),
+    "split weights": (MemoryError, fail_at_the_end, {"store_dtype": "split"}),
+    "bfloat16 weights": (MemoryError, fail_at_the_end, {"store_dtype": torch.bfloat16}),
 }
 
 
@@ -141,11 +162,11 @@ def test_a_failure_leaves_the_layers_as_they_were(
             if not tensor.is_meta:
                 tensor.add_(1)  # not what is in the file
     before, expected = StateBefore(model), None if meta else copy.deepcopy(model)
-    kind, fail = FAILURES[failure]
-    pretrained = {"pretrained": tmp_path / "saved"} if "unreadable" in failure else {}
+    kind, fail, arguments = FAILURES[failure]
     fail(monkeypatch)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(kind) as caught:
-        wrapped(model, home, **pretrained)
+        wrapped(model, home, **arguments)
     caught.value.with_traceback(None)  # it holds what was made
     del caught
     monkeypatch.undo()

@@ -485,21 +485,6 @@ def test_copies_and_gradients_by_autograd_grad_are_refused(weights: Any) -> None
     assert model(batch(0)).isfinite().all()
 
 
-@weight_forms
-def test_a_construction_that_fails_leaves_the_layers_in_full(
-    home: str, monkeypatch: pytest.MonkeyPatch, weights: Any
-) -> None:
-    bare = layers()
-
-    def broken(*_: Any) -> None:
-        raise MemoryError("broken")
-
-    monkeypatch.setattr("offload.model.return_freed_memory", broken)
-    with pytest.raises(MemoryError, match="broken"):
-        OffloadModel(bare, "cpu", home, store_dtype=weights)
-    torch.testing.assert_close(bare.state_dict(), layers().state_dict(), rtol=0, atol=0)
-
-
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 

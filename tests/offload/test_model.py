@@ -171,13 +171,14 @@ def test_chunks_that_are_none_are_refused() -> None:
 # --- after an exception ---------------------------------------------------------------------------------------------
 
 
-def test_a_parameter_changed_between_forward_and_backward_is_named() -> None:
+@pytest.mark.parametrize("how", ["optimizer", "state_dict"])
+def test_a_parameter_changed_between_forward_and_backward_is_named(how: str) -> None:
     model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, second = model(batch()), model(batch())
     first.sum().backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=r"parameter \d\.weight, .* of shard \d was changed in place"):
+    optimizer.step() if how == "optimizer" else model.state_dict()["0.weight"].mul_(2)
+    with pytest.raises(RuntimeError, match=r"parameter \d\.weight.* of shard \d was changed in place"):
         second.sum().backward()
     model(batch()).sum().backward()
 

@@ -34,12 +34,12 @@ def batch(k: int, rows: int = ROWS) -> Tensor:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, clip: float | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, rows: int = ROWS, clip: float | None = None
 ) -> list[float]:
     losses = []
     for k in steps:
         optimizer.zero_grad()
-        loss = model(batch(k)).square().mean()
+        loss = model(batch(k, rows)).square().mean()
         loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -48,11 +48,12 @@ def train(
     return losses
 
 
-def pair(home: str, memory: Any, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, OffloadModel, Any]:
+def pair(home: str, memory: Any, kind: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, Any, OffloadModel, Any]:
+    """Layers and their optimizer, and both as they are offloaded."""
     bare = stack()
     model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory=memory)
-    plain = torch.optim.AdamW(bare.parameters(), lr=1e-2, fused=True)
-    return bare, plain, model, OffloadOptimizer(model, torch.optim.AdamW, lr=1e-2, **options)
+    fused: dict[str, Any] = {"fused": True} if kind in (torch.optim.AdamW, torch.optim.Adagrad) else {}
+    return bare, kind(bare.parameters(), lr=1e-2, **fused), model, OffloadOptimizer(model, kind, lr=1e-2, **options)
 
 
 def there(model: OffloadModel) -> list[int]:
@@ -60,8 +61,9 @@ def there(model: OffloadModel) -> list[int]:
     return [shard.index for shard in model._homes.shards if shard.in_place and isinstance(shard.tier, DeviceTier)]
 
 
-def test_all_of_a_model_that_fits_rests_there_and_nothing_is_loaded(home: str) -> None:
-    bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"})
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])
+def test_all_of_a_model_that_fits_rests_there_and_nothing_is_loaded(kind: Any, home: str) -> None:
+    bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"}, kind)
     assert train(model, ours, range(3)) == train(bare, plain, range(3))
     assert there(model) == [*range(DEPTH)]
     before = model.statistics()
@@ -72,11 +74,14 @@ def test_all_of_a_model_that_fits_rests_there_and_nothing_is_loaded(home: str) -
 
 
 def test_of_a_model_that_does_not_fit_a_part_rests_there(home: str) -> None:
-    limit = 2 * STATES // 3
-    bare, plain, model, ours = pair(home, {"device": limit, "host": "1GiB"}, max_norm=0.1)
+    bare, plain, model, ours = pair(home, {"device": 2 * STATES // 3, "host": "1GiB"}, max_norm=0.1)
     assert train(model, ours, range(8)) == train(bare, plain, range(8), clip=0.1)
-    assert 0 < len(there(model)) < DEPTH
+    resting = len(there(model))
+    assert 0 < resting < DEPTH
     assert_equal(bare, model)
+    told = str(model.memory_report())
+    assert f"{resting} of {DEPTH} shards in memory: weights and optimizer states" in told
+    assert (f"{DEPTH - resting} of {DEPTH} shards in host memory" in told) == (home != "cpu")
 
 
 def test_a_first_batch_that_does_not_fit_is_refused_before_anything_moves(home: str) -> None:
@@ -87,27 +92,12 @@ def test_a_first_batch_that_does_not_fit_is_refused_before_anything_moves(home: 
     assert model(batch(0)).shape == (ROWS, WIDTH)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])
-def test_any_class_updates_there(kind: type[torch.optim.Optimizer], home: str) -> None:
-    bare = stack()
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory={"device": "1GiB", "host": "1GiB"})
-    given: dict[str, Any] = {"lr": 1e-2} | ({"fused": True} if kind is torch.optim.Adagrad else {})
-    plain, ours = kind(bare.parameters(), **given), OffloadOptimizer(model, kind, **given)
-    assert train(model, ours, range(5)) == train(bare, plain, range(5))
-    assert there(model) == [*range(DEPTH)]
-    assert_equal(bare, model)
-
-
 def test_a_longer_batch_sends_shards_home_again(home: str) -> None:
     bare, plain, model, ours = pair(home, {"device": 2 * STATES, "host": "1GiB"})
     assert train(model, ours, range(3)) == train(bare, plain, range(3))
     assert there(model) == [*range(DEPTH)]
     rows = STATES // (16 * WIDTH * 4)
-    for run, optimizer in ((bare, plain), (model, ours)):
-        for k in range(3, 6):
-            optimizer.zero_grad()
-            run(batch(k, rows)).square().mean().backward()
-            optimizer.step()
+    assert train(model, ours, range(3, 6), rows=rows) == train(bare, plain, range(3, 6), rows=rows)
     assert len(there(model)) < DEPTH
     assert_equal(bare, model)
 
@@ -152,12 +142,3 @@ def test_casts_of_autocast_and_gradients_that_wait_for_an_update_in_backward_are
         limit = int(share * everything)
         most, predicted = counted(limit)
         assert 0.75 * predicted <= most <= predicted <= limit
-
-
-def test_the_report_says_what_rests_there(home: str) -> None:
-    _, _, model, ours = pair(home, {"device": 2 * STATES // 3, "host": "1GiB"})
-    train(model, ours, range(4))
-    told = str(model.memory_report())
-    assert f"{len(there(model))} of {DEPTH} shards in memory: weights and optimizer states" in told
-    if home != "cpu":
-        assert f"{DEPTH - len(there(model))} of {DEPTH} shards in host memory" in told

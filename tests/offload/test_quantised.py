@@ -107,9 +107,11 @@ def test_a_checkpoint_holds_the_parts_of_quantised_weights(kind: str, tmp_path: 
 
 
 @kinds
+@pytest.mark.parametrize("resident", [None, ["*.down.*", "*.up.*"]], ids=["streamed", "resident"])
 def test_gradients_and_moments_are_stored_of_trainable_parameters_only(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, resident: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of parameters that stay on the compute device are in no file, nor are these."""
     allocated: dict[str, int] = {}
     allocate = DiskTier.allocate
 
@@ -118,14 +120,21 @@ def test_gradients_and_moments_are_stored_of_trainable_parameters_only(
         return allocate(self, nbytes, label, **kwargs)
 
     monkeypatch.setattr(DiskTier, "allocate", recording)
-    model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=True)
+    model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=True, resident=resident)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1)
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer.step()
     optimizer.synchronize()
-    trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    trained = [p for p in model.parameters() if p.requires_grad]
     others = sum(nbytes for label, nbytes in allocated.items() if not label.endswith("weights"))
-    assert 0 < others <= 3 * trainable + 64 * len(allocated)
+    homes = [shard.home for shard in model._homes.shards]
+    files = [(h.tensor.data_ptr(), h.tensor.data_ptr() + h.nbytes) for h in homes if h is not None]
+    in_files = [p for p in trained if any(begin <= p.data_ptr() < end for begin, end in files)]
+    if resident:
+        assert (others, in_files, model.statistics().bytes_stored) == (0, [], 0)
+    else:
+        assert 0 < others <= 3 * sum(p.nbytes for p in trained) + 64 * len(allocated)
+        assert len(in_files) == len(trained)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

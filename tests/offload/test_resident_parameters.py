@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.storage.disk import DiskTier
 from tests.offload.quantised import WIDTH, assert_same, layers, tower
 
 ADAPTERS = ["*.down.*", "*.up.*"]
@@ -49,27 +48,6 @@ forms = pytest.mark.parametrize("form", ["layers", "blocks"])
 @pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
 def test_resident_adapters_train_as_in_the_plain_model(form: str, recompute: bool, home: str) -> None:
     assert_same(train(wrap(form, home, recompute)), train(bare(form)))
-
-
-@forms
-def test_resident_adapters_have_nothing_in_files(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated: dict[str, int] = {}
-    allocate = DiskTier.allocate
-
-    def recording(self: DiskTier, nbytes: int, label: str, **kwargs: Any) -> Any:
-        allocated[label] = nbytes
-        return allocate(self, nbytes, label, **kwargs)
-
-    monkeypatch.setattr(DiskTier, "allocate", recording)
-    model = wrap(form, tmp_path)
-    train(model, steps=1)
-    assert all(label.endswith("weights") for label in allocated)
-    homes = [shard.home for shard in model._homes.shards]
-    files = [(h.tensor.data_ptr(), h.tensor.data_ptr() + h.nbytes) for h in homes if h is not None]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert trained
-    assert not any(begin <= p.data_ptr() < end for p in trained for begin, end in files)
-    assert model.statistics().bytes_stored == 0
 
 
 def test_frozen_adapters_that_are_resident_end_backward_early(tmp_path: Path) -> None:

@@ -173,10 +173,9 @@ def scaled_by_a_global(x: Tensor) -> Tensor:
     [
         (lambda block: block.weight.requires_grad_(True), r"parameter 'weight' changed from requires_grad=False"),
         (lambda block: block.bias.add_(1), r"parameter 'bias' was modified"),
-        (lambda block: block.eval(), r"module 'itself' changed from training=True"),
         (lambda block: setattr(block, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))), "place of parameter 'weight'"),
     ],
-    ids=["thawed", "stepped", "mode", "replaced"],
+    ids=["thawed", "stepped", "replaced"],
 )
 def test_a_changed_module_is_named_however_the_function_reaches_it(way: str, change: Any, message: str) -> None:
     block = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -185,23 +184,6 @@ def test_a_changed_module_is_named_however_the_function_reaches_it(way: str, cha
         change(block)
     with pytest.raises(RuntimeError, match=message):
         y.exp().sum().backward()
-
-
-def test_attributes_that_other_code_assigns_do_not_reach_the_recomputation() -> None:
-    class Scaled(nn.Linear):
-        factor = 1.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (super().forward(x) * self.factor).exp()
-
-    ours = Scaled(WIDTH, WIDTH)
-    bare, x = copy.deepcopy(ours), torch.randn(4, WIDTH)
-    for run, block in ((bare, bare), (lambda x: checkpoint(lambda t: ours(t), x), ours)):
-        y = run(x)
-        block.factor = 3.0
-        y.sum().backward()
-    assert_same(gradients(ours), gradients(bare))
-    assert ours.factor == 3.0
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -227,21 +209,6 @@ def test_an_object_that_got_the_next_batch_has_the_one_of_its_forward_again_or_i
 class Graph:
     x: Tensor
     h: Tensor
-
-
-def test_an_object_that_holds_what_was_computed_from_it() -> None:
-    """Under another name, or the same."""
-    layer, g = nn.Linear(WIDTH, WIDTH), Graph()
-    g.x = torch.randn(4, WIDTH)
-    g.h = checkpoint(lambda graph: layer(graph.x).tanh(), g)
-    g.h.sum().backward()
-    expected = torch.autograd.grad(layer(g.x).tanh().sum(), layer.weight)
-    assert_same([layer.weight.grad], expected)
-    layer.weight.grad = None
-    g.x = output = checkpoint(lambda graph: layer(graph.x).tanh(), g)
-    output.sum().backward()
-    assert_same([layer.weight.grad], expected)
-    assert g.x is output
 
 
 def test_an_object_that_each_checkpoint_of_a_chain_updates() -> None:
@@ -290,6 +257,7 @@ class Holder:
         ("set", lambda held: held["set"].add(2.0), None),
         ("tensor", lambda held: held["tensor"].add_(1), r"a tensor of shape \(6,\)"),
         ("object", lambda held: setattr(held["object"], "factor", 2.0), None),
+        ("module", lambda held: setattr(held["module"], "factor", 2.0), None),
         ("global", lambda held: globals().update(FLAG=2.0), None),
     ],
 )
@@ -297,10 +265,9 @@ def test_a_changed_value_that_the_function_reads_is_as_in_the_forward_or_named(
     function: str, change: Any, message: str | None
 ) -> None:
     held: dict[str, Any] = {"list": [1.0], "empty": [], "dict": {"a": 1.0}, "set": set(), "object": Holder()}
-    held["tensor"] = torch.ones(WIDTH)
-    numbers, none, names, several, tensor, holder = (
-        held[name] for name in ("list", "empty", "dict", "set", "tensor", "object")
-    )
+    held |= {"tensor": torch.ones(WIDTH), "module": nn.Identity()}
+    held["module"].factor = 1.0
+    numbers, none, names, several, holder, tensor, module = held.values()
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "list": lambda x: (x * sum(numbers)).exp(),
         "empty": lambda x: (x * (1 + sum(none))).exp(),
@@ -308,6 +275,7 @@ def test_a_changed_value_that_the_function_reads_is_as_in_the_forward_or_named(
         "set": lambda x: (x * (1 + sum(several))).exp(),
         "tensor": lambda x: (x * tensor).exp(),
         "object": lambda x: (x * holder.factor).exp(),
+        "module": lambda x: (module(x) * module.factor).exp(),
         "global": scaled_by_a_global,
     }
     x = torch.randn(4, WIDTH, requires_grad=True)
@@ -318,7 +286,7 @@ def test_a_changed_value_that_the_function_reads_is_as_in_the_forward_or_named(
             y.sum().backward()
             assert x.grad is not None
             torch.testing.assert_close(x.grad, x.detach().exp())
-            others = {"dict": names.values(), "object": [holder.factor], "global": [FLAG]}
+            others = {"dict": names.values(), "object": [holder.factor], "module": [module.factor], "global": [FLAG]}
             now = others.get(function, held.get(function))
             assert 2.0 in now  # type: ignore[operator]
         else:
@@ -346,40 +314,26 @@ def test_a_list_that_the_function_reads_and_adds_to_is_as_in_the_forward(first: 
     torch.testing.assert_close(x.grad, expected)
 
 
-def test_a_list_of_an_argument_gets_each_value_once() -> None:
-    class Record:
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-    def function(record: Record, x: Tensor) -> Tensor:
-        record.seen.append(float(x.detach().sum()))
-        return (x * len(record.seen)).exp()
-
-    record, x = Record(), torch.randn(4, WIDTH, requires_grad=True)
-    checkpoint(function, record, x).sum().backward()
-    assert len(record.seen) == 1
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, x.detach().exp())
-
-
 def test_a_captured_tensor_that_the_function_itself_changes_in_place_is_refused() -> None:
     total = torch.zeros(WIDTH)
     with pytest.raises(RuntimeError, match="changed in place by the first run"):
         checkpoint(lambda x: x * total.add_(1), torch.randn(4, WIDTH, requires_grad=True))
 
 
-@pytest.mark.parametrize("container", [list, dict])
-def test_a_container_that_the_function_adds_to_gets_each_value_once(container: type) -> None:
+@pytest.mark.parametrize("container", ["list", "dict", "list of an object"])
+def test_a_container_that_the_function_adds_to_gets_each_value_once(container: str) -> None:
     layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
-    given: Any = [x] if container is list else {"x": x}
+    held: Any = {"x": x} if container == "dict" else [x]
+    given = SimpleNamespace(held=held) if container == "list of an object" else held
 
     def block(state: Any) -> Tensor:
-        h = layer(state[0] if container is list else state["x"]).tanh()
-        state.append(h.detach().norm()) if container is list else state.update(norm=h.detach().norm())
+        state = getattr(state, "held", state)
+        h = layer(state["x" if container == "dict" else 0]).tanh() * len(state)
+        state.update(norm=h.detach().norm()) if container == "dict" else state.append(h.detach().norm())
         return h  # type: ignore[no-any-return]
 
     checkpoint(block, given).sum().backward()
-    assert len(given) == 2
+    assert len(held) == 2
     assert_same([layer.weight.grad], torch.autograd.grad(layer(x).tanh().sum(), layer.weight))
 
 
@@ -549,6 +503,7 @@ def test_several_arguments_by_position_and_name_in_nested_values() -> None:
     for run in (
         lambda f, *args, **kw: f(*args, **kw),
         checkpoint,
+        functools.partial(checkpoint, use_reentrant=True, preserve_rng_state=True),
         functools.partial(torch_checkpoint, use_reentrant=False),
     ):
         a.grad = layer.weight.grad = None
@@ -556,8 +511,8 @@ def test_several_arguments_by_position_and_name_in_nested_values() -> None:
         (y["y"].sum() + y["z"][0].square().sum()).backward()
         assert y["z"][1] == "text"
         results.append([a.grad, layer.weight.grad])
-    assert_same(results[1], results[0])
-    assert_same(results[2], results[0])
+    for result in results[1:]:
+        assert_same(result, results[0])
 
 
 class Doubling(Tensor):

@@ -27,22 +27,13 @@ from pipe.stream import (
 CPU = torch.device("cpu")
 
 
-class TestStreamsOfTheCpu:
-    def test_all_are_the_placeholder(self) -> None:
+def test_streams_of_the_cpu_are_one_placeholder_and_all_cpus_one_device() -> None:
+    assert normalize_device("cpu") == normalize_device(torch.device("cpu", 1)) == get_device(CPUStream) == CPU
+    assert not is_cuda(CPUStream)
+    with use_device(CPU), use_stream(CPUStream):
+        wait_stream(CPUStream, CPUStream)
+        record_stream(torch.ones(1), CPUStream)
         assert new_stream(CPU) is current_stream(CPU) is CPUStream
-        assert get_device(CPUStream) == CPU
-        assert not is_cuda(CPUStream)
-        assert repr(CPUStream) == "CPUStream"
-
-    def test_using_recording_and_waiting_do_nothing(self) -> None:
-        with use_device(CPU), use_stream(CPUStream):
-            wait_stream(CPUStream, CPUStream)
-            record_stream(torch.ones(1), CPUStream)
-            assert current_stream(CPU) is CPUStream
-
-    def test_all_cpus_are_one_device(self) -> None:
-        assert normalize_device("cpu") == normalize_device(torch.device("cpu", 1)) == CPU
-        assert normalize_device("meta") == torch.device("meta")
 
 
 @pytest.mark.parametrize("function", [Copy, Wait])
@@ -64,15 +55,12 @@ class TestBoth:
         )
         assert [t.requires_grad for t in function.apply(CPUStream, CPUStream, *tensors)] == [True, False, False, False]
 
-    def test_an_absent_gradient_stays_absent(self, function: Any) -> None:
+    def test_an_absent_gradient_stays_absent_and_without_grad_mode_there_is_no_graph(self, function: Any) -> None:
         x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
         function.apply(CPUStream, CPUStream, x, y)[1].backward()
         assert x.grad is None
-
-    def test_without_grad_mode_there_is_no_graph(self, function: Any) -> None:
         with torch.no_grad():
-            (y,) = function.apply(CPUStream, CPUStream, torch.ones(1, requires_grad=True))
-        assert not y.requires_grad
+            assert not function.apply(CPUStream, CPUStream, x)[0].requires_grad
 
 
 class FakeStream:

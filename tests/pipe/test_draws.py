@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe import Pipe
-from pipe.checkpoint import checkpoint
-from pipe.recompute.generators import generators_in, places_of_generators
+from pipe.recompute.generators import generators_in
 from pipe.recompute.replay import Replay
 
 WIDTH = 4
@@ -149,30 +148,12 @@ def test_a_generator_of_a_layer_draws_the_same_in_its_recomputation(
         torch.testing.assert_close(p, q)
 
 
-def test_a_checkpointed_module_with_a_generator_of_its_own_repeats_it() -> None:
-    generator = torch.Generator().manual_seed(0)
-    seen: list[float] = []
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generators = {"noise": generator}
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(float(torch.rand((), generator=self.generators["noise"])))
-            return x * self.weight * seen[-1]
-
-    checkpoint(Layer(), torch.ones(2)).sum().backward()
-    assert seen[0] == seen[1]
-
-
 def test_each_generator_is_found_once_and_what_has_no_state_is_left_alone() -> None:
     layer = nn.Linear(1, 1)
     layer.first = layer.second = generator = torch.Generator()
     layer.system = random.SystemRandom()
     layer.pair = {"a": generator, "b": random.Random(0)}
-    assert generators_in(places_of_generators([layer, layer])) == [generator, layer.pair["b"]]
+    assert generators_in([layer, layer]) == [generator, layer.pair["b"]]
 
 
 def test_a_rewound_replay_leaves_generators_as_they_were() -> None:

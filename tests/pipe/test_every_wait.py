@@ -337,7 +337,6 @@ EXCEPTIONS = {
     "pipe.threads Outcome.__init__: self._gate.acquire()": "a new lock, not shared yet",
     "pipe.threads Outcome.wait_idle: self._gate.acquire(timeout=RECHECK_SECONDS)": "without it the loop asks in vain",
     "pipe.threads _work: permits.acquire(blocking=False)": "does not wait",
-    "pipe.pipeline Pipeline._run_cell: self.record(StageAction('F', j, i))": "notes an action in a trace",
     "pipe.pipeline Pipeline._run_cell: record()": "notes an action in a trace",
 }
 

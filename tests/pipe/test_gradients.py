@@ -146,16 +146,6 @@ def test_a_stage_that_is_updated_in_backward_is_refused_before_a_layer_runs(chec
         pipe(x)
 
 
-def test_gradients_of_a_sum_with_its_count_pass_hooks_once_and_in_their_final_size() -> None:
-    pipe, bare = pair()
-    for model in (pipe, bare):
-        model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
-    x, target = torch.randn(7, WIDTH), torch.randn(7, WIDTH)
-    pipe.train_step(x, target, lambda y, t: ((y - t).square().sum(), y.numel()))
-    nn.MSELoss()(bare(x), target).backward()
-    assert_same(pipe, bare)
-
-
 REPLICAS = """
 import os, sys, torch, torch.distributed as dist
 from torch import nn

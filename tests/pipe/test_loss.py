@@ -94,12 +94,6 @@ def test_a_divisor_that_targets_determine_is_that_of_the_batch(name: str, schedu
     check_step(loss_fn, target, schedule=schedule)
 
 
-@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1), F.cross_entropy])
-def test_a_micro_batch_of_padding_alone_counts_as_nothing(loss_fn: LossFn) -> None:
-    target = torch.tensor([0, 1, -100, -100, 2, 3, -100, -100])
-    check_step(loss_fn, target, rows=8, chunks=4)
-
-
 def test_a_batch_of_padding_alone_has_the_loss_of_the_bare_module() -> None:
     pipe = Pipe(model(), [1, 2], chunks=2)
     target = torch.full((4,), -100)
@@ -270,17 +264,6 @@ def test_a_loss_of_its_own_parameters_may_return_a_sum_with_its_count(schedule: 
     torch.testing.assert_close(got, head.weight.grad)
 
 
-def test_a_loss_is_counted_once_for_each_micro_batch() -> None:
-    calls: list[int] = []
-
-    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-        calls.append(len(output))
-        return F.cross_entropy(output, target, reduction="sum"), len(output)
-
-    Pipe(model(), [1, 2], chunks=3).train_step(torch.randn(7, 4, dtype=torch.float64), torch.arange(7) % 5, loss_fn)
-    assert calls == [3, 2, 2]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when its compiler is imported
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weights_of_a_mean_add_up_to_one_and_nothing_is_summed(compiled: bool) -> None:
@@ -348,20 +331,3 @@ def test_a_function_that_wraps_one_of_torch_is_not_taken_for_it() -> None:
 
     with pytest.raises(ValueError, match="reduction='mean' with ignore_index"):
         Pipe(model(), [1, 2], chunks=2).train_step(torch.randn(4, 4, dtype=torch.float64), torch.arange(4), wrapped)
-
-
-def test_a_loss_of_one_micro_batch_says_nothing_of_several() -> None:
-    """A step of one micro-batch needs no divisor; a later one of several leaves nothing behind when it is refused."""
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), [1, 1], chunks=2)
-    x = torch.randn(4, 4, dtype=torch.float64)
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean()
-
-    pipe.chunks = 1
-    pipe.train_step(x, x, loss_fn)
-    pipe.chunks = 2
-    before = [buffer.clone() for buffer in pipe.buffers()]
-    with pytest.raises(ValueError, match="reduction='mean'"):
-        pipe.train_step(x, x, loss_fn)
-    assert all(map(torch.equal, pipe.buffers(), before))

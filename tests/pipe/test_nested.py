@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.nested import flatten, map_tensors, map_together, requires_grad, tensors_in, unflatten
+from pipe.nested import flatten, map_tensors, map_together, tensors_in, unflatten
 from pipe.torch_private.data import pytree
 
 Point = namedtuple("Point", "x y")
@@ -100,7 +100,7 @@ def test_tensors_that_are_replaced_together_keep_their_places() -> None:
     assert map_together(lambda *tensors: [3 * t for t in tensors], value)["b"][0] is None
     swapped = map_together(lambda a, b: (b, a), value)
     assert (swapped["a"], swapped["b"][1]) == (y, x)
-    only = map_together(lambda *tensors: [None for _ in tensors], value, only=requires_grad)
+    only = map_together(lambda *tensors: [None for _ in tensors], value, only=lambda x: x.requires_grad)
     assert only["a"] is None
     assert only["b"][1] is y
     with pytest.raises(ValueError, match="zip"):

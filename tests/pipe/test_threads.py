@@ -25,9 +25,9 @@ def test_an_error_is_raised_by_every_wait() -> None:
         raise OSError("gone")
 
     future = Threads(1, "test").submit(fail)
-    for _ in range(2):
+    for wait in (future.wait, future.wait, future.run_or_wait):
         with pytest.raises(OSError, match="gone"):
-            future.wait()
+            wait()
     future.wait_idle()
     assert not future.returned
 
@@ -112,14 +112,6 @@ def test_a_job_that_no_thread_takes_is_run_by_the_waiting_thread() -> None:
     assert done == [threading.get_ident()]
     gate.set()
     blocker.run_or_wait()
-
-
-def test_an_error_of_a_job_is_raised_where_it_is_waited_for() -> None:
-    def fail() -> None:
-        raise OSError("gone")
-
-    with pytest.raises(OSError, match="gone"):
-        Threads(1, "test").offer(fail).run_or_wait()
 
 
 @pytest.mark.parametrize("end", ["close", "fork"])

@@ -1,17 +1,32 @@
-"""What a model's steps have measured, as the input of a prediction: sizes, seconds per byte and per row."""
+"""What a model's steps have measured, as the input of a prediction: sizes, seconds per byte and per row.
+
+Where layers compute on a device of its own and homes are files, host memory holds no activations: shards rest in it as
+far as it reaches, the first ones of a forward first, and gradients of the others wait there for their update. Loads
+then come from memory instead of files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from offload.engine.homes import ModelHomes
 from offload.mesh.shard import MeshShard
 from offload.planning.step_model import Costs, StepModel
 from offload.storage.buffer import has_own_memory
+from offload.streaming.shard import Shard
 from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, REDUCTION, UPDATE_IN_MEMORY
 
-__all__ = ["step_model"]
+__all__ = [
+    "bytes_left",
+    "holds_gradients",
+    "in_host_memory",
+    "shards_that_fit",
+    "step_model",
+    "unowned_gradients",
+]
 
 
 #: Time of an update in memory to that of one in files, until both were measured.
@@ -22,23 +37,27 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
     """The measured model of a step on micro-batches of so many ``rows``."""
     shards, steps, tier, streamer = homes.shards, homes.steps, homes.tier, homes.streamer
     exchange = homes.public.exchange_bytes()  # what ranks hold on the device
-    on_host = not has_own_memory(homes.device)
+    on_host, everything = not has_own_memory(homes.device), range(len(shards))
     always = on_host and not tier.blocking_io  # homes are in host memory anyway
-    resting = [each.weights + each.states for each in homes.bytes_in_memory()]
+    there = [each.weights + each.states for each in homes.bytes_in_memory()]
     gradients = [sum(s.full_nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
-    loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
+    # Of whole gradients, which ranks reduce. A load is measured with what it gathers.
+    reduced = [shard.reduced_bytes if isinstance(shard, MeshShard) else 0 for shard in shards]
     recomputed, kept = homes.meter.profiles(max(rows), steps.graph_bytes_per_row())
-    outside = homes.outside_bytes()
+    in_host = in_host_memory(homes)
     return StepModel(
         shards=len(shards),
         first=next((shard.index for shard in shards if shard.trainable), len(shards)),
-        costs=_costs(homes, rows, loads, gradients),
+        costs=_costs(homes, sum(rows) / len(rows)),
+        updates=streamer.gradient_offload.optimizers.planned(),
         rows=rows,
         slot_bytes=[shard.slot_bytes for shard in shards],
-        loaded_bytes=loads,
+        loaded_bytes=[sum(s.nbytes for s in shard.at_home) for shard in shards],
         own_slots=streamer.own_slots,
         gradient_bytes=gradients if exchange is None else exchange.gradients,
         draining_bytes=() if exchange is None else exchange.draining,
+        reduced_bytes=reduced if any(reduced) else (),
+        stored_bytes=gradients,
         boundaries=steps.boundaries.of(rows),
         gradients=steps.gradients.of(rows),
         spills=tier.scratch() is not None,
@@ -47,61 +66,96 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
         kept=kept,
         selected_bytes_per_row={j: sum(each.values()) for j, each in steps.selected_per_row.items()},
         cast_bytes={j: sum(each.values()) for j, each in steps.cast_bytes.items()},
-        resting_bytes={
-            shard.index: 0 if always else resting[shard.index]
-            for shard in shards
-            if shard.in_place or homes.may_rest(shard)
-        },
-        home_bytes=sum(resting) if always else 0,
+        resting_bytes={s.index: 0 if always else there[s.index] for s in shards if s.in_place or homes.may_rest(s)},
+        home_bytes=sum(there) if always else 0,
         transfer_bytes=(tier.staging_bytes if on_host else 0) + (0 if exchange is None else exchange.staging),
         buffer_bytes=streamer.gradient_offload.optimizers.buffer_bytes() if on_host else 0,
         outside=replace(
-            outside,
+            homes.outside_bytes(),
             activations=round(steps.around_per_row * sum(rows)),
             reducing=0 if exchange is None else exchange.outside,
         ),
         # In host memory a home takes gradients as they are. Those of shards that rest there are the choice's.
-        gradients_stay=frozenset(range(len(shards))) if always else frozenset(),
+        gradients_stay=frozenset(everything if always else ()),
+        in_host=in_host,
+        updated_at_step=in_host if tier.blocking_io else frozenset(everything),
+        updates_fill_slots=on_host and tier.blocking_io and all(shard.slot_keeps_weights for shard in shards),
     )
 
 
-def _costs(homes: ModelHomes, rows: Sequence[float], loads: Sequence[int], gradients: Sequence[int]) -> Costs:
-    shards, meter, tier = homes.shards, homes.meter, homes.tier
-    on_host, mean_rows, boundaries = (
-        not has_own_memory(homes.device),
-        sum(rows) / len(rows),
-        homes.steps.boundaries.of(rows),
-    )
-    load, drain, update, boundary, reduction = map(
+def _costs(homes: ModelHomes, rows: float) -> Costs:
+    """For cells of so many rows."""
+    meter, on_host = homes.meter, not has_own_memory(homes.device)
+    load, drain, update, boundary, reduce = map(
         meter.copy_seconds_per_byte, ("load", "drain", "update", "boundary", REDUCTION)
     )
-    load_there = meter.copy_seconds_per_byte(LOAD_FROM_MEMORY) or load
-    drain_there = meter.copy_seconds_per_byte(DRAIN_TO_MEMORY) or drain
     update_there = meter.copy_seconds_per_byte(UPDATE_IN_MEMORY) or update * UPDATE_SHARE_IN_MEMORY
-    update = update or update_there / UPDATE_SHARE_IN_MEMORY
-    # In host memory beside a device, although homes are files; on the CPU the choice says which shards rest there.
-    rests = [tier.blocking_io and not (on_host or shard.blocking_io or shard.on_device) for shard in shards]
-    # Of whole gradients, which ranks reduce. A load is measured with what it gathers.
-    reduced = [shard.reduced_bytes if isinstance(shard, MeshShard) else 0 for shard in shards]
-    backward = [meter.backward_seconds_per_row(shard.index) * mean_rows for shard in shards]
+    backward = [rows * meter.backward_seconds_per_row(shard.index) for shard in homes.shards]
     return Costs(
-        load=[n * (load_there if there else load) for n, there in zip(loads, rests, strict=True)],
-        forward=[meter.forward_seconds_per_row(shard.index) * mean_rows for shard in shards],
+        forward=[rows * meter.forward_seconds_per_row(shard.index) for shard in homes.shards],
         backward=backward,
         # One that does not recompute takes no longer, whatever disturbed it.
-        kept_backward=[
-            min(each, meter.kept_backward_seconds_per_row(j) * mean_rows) for j, each in enumerate(backward)
-        ],
-        drain=[n * (drain_there if there else drain) for n, there in zip(gradients, rests, strict=True)],
-        waiting_drain=() if on_host else [n * drain_there for n in gradients],
-        reduce=[n * reduction for n in reduced] if any(reduced) else (),
-        update=[
-            n * (update if tier.blocking_io and not there else update_there)
-            for n, there in zip(gradients, rests, strict=True)
-        ],
+        kept_backward=[min(each, rows * meter.kept_backward_seconds_per_row(j)) for j, each in enumerate(backward)],
+        load=load,
+        load_from_memory=meter.copy_seconds_per_byte(LOAD_FROM_MEMORY) or load,
+        drain=drain,
+        drain_to_memory=0.0 if on_host else meter.copy_seconds_per_byte(DRAIN_TO_MEMORY) or drain,
+        update=update or update_there / UPDATE_SHARE_IN_MEMORY,
+        update_in_memory=update_there,
         # On a device, kernels among those of the layers.
-        resting_update=[n * update_there if on_host else 0.0 for n in gradients],
-        updated_at_step=frozenset(j for j, there in enumerate(rests) if there or not tier.blocking_io),
-        updates_fill_slots=on_host and tier.blocking_io and all(shard.slot_keeps_weights for shard in shards),
-        boundary=[boundaries((j, 0)) * boundary for j in range(len(shards) + 1)],
+        resting_update=update_there if on_host else 0.0,
+        boundary=boundary,
+        reduce=reduce,
+    )
+
+
+# --- what is in host memory between two steps -------------------------------------------------------------------------
+
+
+def in_host_memory(homes: ModelHomes) -> frozenset[int]:
+    """The shards that rest in host memory although their homes are files."""
+    return frozenset(shard.index for shard in homes.shards if shard.file is not None and not shard.on_device)
+
+
+def bytes_left(homes: ModelHomes, host_bytes: int) -> int:
+    """Of ``host_bytes``, those that shards in host memory and buffers of transfers and updates leave."""
+    each = homes.bytes_in_memory()
+    return max(0, host_bytes - _buffer_bytes(homes) - sum(each[j].total for j in in_host_memory(homes)))
+
+
+def shards_that_fit(homes: ModelHomes, host_bytes: int, resident_bytes: int | None) -> set[int]:
+    """The shards that may rest in so much host memory, together in no more than ``resident_bytes``."""
+    awaits = homes.streamer.gradient_offload.optimizers.awaits_states()
+    left = host_bytes - _buffer_bytes(homes)
+    left = left if resident_bytes is None else min(left, resident_bytes)
+    found: set[int] = set()
+    for shard, each in zip(homes.shards, homes.bytes_in_memory(), strict=True):
+        # Before its first update, a shard's states have no size yet, and would come into memory with it.
+        if (awaits and shard.trainable and shard.file is None) or shard.on_device:
+            continue
+        left -= each.total
+        if left < 0:
+            break
+        found.add(shard.index)
+    return found
+
+
+def _buffer_bytes(homes: ModelHomes) -> int:
+    return homes.tier.staging_bytes + homes.streamer.gradient_offload.optimizers.buffer_bytes()
+
+
+def unowned_gradients(shard: Shard) -> list[Tensor]:
+    """The gradients of a shard that no pending update owns: accumulated ones, or zeros."""
+    return [] if shard.pending is not None else [s.parameter.grad for s in shard.own if s.parameter.grad is not None]
+
+
+def holds_gradients(shard: Shard) -> bool:
+    """Whether gradients of a shard are in host memory, for the next backward or a pending update."""
+    if not shard.blocking_io:  # those that rest there may be updated at any time
+        return shard.pending is not None or bool(unowned_gradients(shard))
+    jobs = () if shard.pending is None else shard.pending.tasks
+    pending = [gradient for job in jobs for gradient in job.gradients if gradient is not None]
+    return any(
+        gradient.is_sparse or not any(region.holds(gradient) for region in shard.gradient_regions)
+        for gradient in (*unowned_gradients(shard), *pending)
     )

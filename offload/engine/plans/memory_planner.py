@@ -11,41 +11,37 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import operator
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
-from offload.engine.plans.between_steps import (
+from offload.engine.plans.measured import (
     bytes_left,
     holds_gradients,
     in_host_memory,
     shards_that_fit,
-    states_of_others,
+    step_model,
     unowned_gradients,
 )
-from offload.engine.plans.least_limit import too_little
-from offload.engine.plans.measured import step_model
-from offload.engine.plans.row_units import remember, shown, split
+from offload.engine.plans.rows import remember, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
-from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, predict
-from offload.planning.residency import TooLargeError
+from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, least_limit, predict
 from offload.planning.step_model import Choice, Given, StepModel
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
 from pipe.nested import tensors_in
 
-__all__ = ["MemoryPlanner"]
+__all__ = ["MemoryPlanner", "TooLargeError"]
 
 _logger = logging.getLogger("offload")
 
@@ -55,14 +51,19 @@ UNCOUNTED_SHARE = 4
 PROFILES = ("recomputed", "kept", "selected_bytes_per_row")
 
 
+class TooLargeError(ValueError):
+    """A step is known not to fit, before anything of it has moved."""
+
+
 class MemoryPlanner:
     """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not chosen."""
 
     def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         self._limits = limits
-        self._given = Given(**{each.name: getattr(policy, each.name) for each in fields(Given)})
-        #: Whether the policy lets layers draw other random numbers than they would for the whole batch.
-        self.may_draw_otherwise = policy.join_chunks is True
+        self._given = Given(*(getattr(policy, name) for name in Given._fields))
+        #: Whether bytes decide how often a batch is cut, or which chunks run together, and with that the last bits of
+        #: results, which are the same in each process: what fits by counted bytes is not refused for a measured margin.
+        self._decided_by_count = policy.activation_bytes is not None
         #: Rows of a batch, as how many they count, and what is held beside steps -> its micro-batches.
         self._counts: dict[tuple[int, float, int, bool], int] = {}
         #: What the first step, whose plan is the same in every process, has measured of cells.
@@ -85,10 +86,6 @@ class MemoryPlanner:
         #: Whether gradients were ever accumulated, or zeroed in place.
         self._accumulates = False
         self._warned: set[Hashable] = set()
-        #: See :meth:`by_count`.
-        self._counts_only = False
-        #: Rows of the micro-batches of the last step.
-        self._rows: tuple[float, ...] | None = None
         #: Samples and rows of batches that ran: these, and smaller ones, are never refused later.
         self._ran: set[tuple[int, tuple[float, ...]]] = set()
         #: Of the batch of the present step.
@@ -100,7 +97,7 @@ class MemoryPlanner:
     @property
     def limit_bytes(self) -> int:
         """Bytes of the memory that layers compute in."""
-        return self._limits.device_bytes
+        return self._limits.device.nbytes
 
     @property
     def _homes(self) -> ModelHomes:
@@ -115,11 +112,12 @@ class MemoryPlanner:
     def microbatches(self, rows: int, units: float) -> int:
         """The least number of micro-batches with which a batch of so many rows fits, of powers of two and the most.
 
-        ``units``: as how many these rows count, see :mod:`.row_units`.
+        ``units``: as how many these rows count, see :mod:`.rows`.
 
         One before a step has run. Sums over micro-batches round differently, so the number follows from bytes that are
         counted: neither from the present plan, which times decide, nor from what a process took beside them.
         """
+        self._decided_by_count = True
         if not self._steps_done:
             return 1
         key = rows, units, self._homes.outside_bytes().begins, self._optimizers.awaits_states()
@@ -156,14 +154,12 @@ class MemoryPlanner:
             ValueError: if no plan of this step fits, before anything has moved.
         """
         self._samples = samples
-        try:
-            self._begin(rounded, idle=idle)
-        except ValueError:
-            if [*rows] == [*rounded]:
-                raise
-            self._begin(rows, idle=idle)
-            return rows
-        return rounded
+        if [*rows] != [*rounded]:
+            with contextlib.suppress(TooLargeError):
+                self._begin(rounded, idle=idle)
+                return rounded
+        self._begin(rows, idle=idle)
+        return rows
 
     def _begin(self, rows: Sequence[float], *, idle: bool) -> None:
         awaited, self._awaited = self._awaited, self._optimizers.awaits_states()
@@ -204,8 +200,7 @@ class MemoryPlanner:
     def end(self, rows: Sequence[float]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
-        self._rows = tuple(rows)
-        self._ran.add((self._samples, self._rows))
+        self._ran.add((self._samples, tuple(rows)))
         self._measured_seconds = time.perf_counter() - self._began
         predicted = self._prediction
         if self._steps_done == 1:
@@ -239,7 +234,6 @@ class MemoryPlanner:
     def _model(self, rows: Sequence[float]) -> StepModel:
         homes = self._homes
         model = step_model(homes, rows)
-        updates = self._optimizers.planned()
         resting, given = model.resting_bytes, self._given
         if self._optimizers.awaits_states():
             # Their states, of unknown size, would come into memory with them.
@@ -247,20 +241,18 @@ class MemoryPlanner:
             resting = {j: nbytes for j, nbytes in resting.items() if j not in trained}
             # States of what is in memory already, too: nothing else that stays between steps takes their place.
             resident = 0 if given.resident_bytes is None else given.resident_bytes
-            given = replace(given, slots=self._leanest(model).slots, resident_bytes=resident)
+            given = given._replace(slots=given.slots or model.least_slots, resident_bytes=resident)
         elif not self._memory.on_host:
-            given = replace(given, resident_bytes=None)  # of host memory
+            given = given._replace(resident_bytes=None)  # of host memory
         return replace(
             model,
-            updates=updates,
             resting_bytes=resting,
             accumulates=self._accumulates,
             # Not where whole gradients are counted on a device, and parts of them would wait in host memory.
             gradients_wait=any(shard.blocking_io for shard in homes.shards)
-            and not (updates["updates"] or model.draining_bytes),
+            and not (model.updates.in_backward or model.draining_bytes),
             margin_bytes=self._memory.margin(sum(rows)),
-            host_bytes=None if self._memory.on_host else bytes_left(homes, self._limits.host_bytes),
-            in_host=frozenset() if self._memory.on_host else in_host_memory(homes),
+            host_bytes=None if self._memory.on_host else bytes_left(homes, self._limits.host.nbytes),
             given=given,
         )
 
@@ -268,7 +260,7 @@ class MemoryPlanner:
         """On a device: shards whose homes are files rest in host memory, as many as its limit allows."""
         homes = self._homes
         if not (self._memory.on_host or homes.public.sharded):
-            there = shards_that_fit(homes, self._limits.host_bytes, self._given.resident_bytes)
+            there = shards_that_fit(homes, self._limits.host.nbytes, self._given.resident_bytes)
             self._move(partial(homes.keep_in_memory, there))
 
     def _plan_again(self, rows: Sequence[float]) -> None:
@@ -360,27 +352,48 @@ class MemoryPlanner:
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[float]) -> None:
         """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""
-        if error.least_bytes <= self.limit_bytes:
+        least, limit, margin, homes = error.least_bytes, self.limit_bytes, self._memory.margin(sum(rows)), self._homes
+        if least <= limit:
             return  # it fits just so: with the least memory
-        homes = self._homes
-        margin = self._memory.margin(sum(rows))
-        message = too_little(homes, rows, error.least_bytes, self.limit_bytes, margin)
-        fits_by_count = self._counts_only and error.least_bytes - margin <= self.limit_bytes
-        if not (fits_by_count or self._has_run(rows, lengths=False) or self._was_cut(rows)):
+        outside = homes.outside_bytes()
+        parts = [
+            (margin, "by which earlier steps exceeded their prediction"),
+            (
+                outside.begins + outside.gradients - outside.held,
+                "for parameters in no shard, their gradients and states",
+            ),
+        ]
+        said = ", ".join(f"{shown_bytes(nbytes)} of them {what}" for nbytes, what in parts if nbytes)
+        as_long, or_shorter = (
+            (" as long as those of the first batch", " or shorter") if homes.row_units.differ else ("", "")
+        )
+        message = (
+            f"a step of micro-batches of {shown(max(rows))} rows{as_long} takes at least {shown_bytes(least)} on "
+            f"{self._device}, {shown_bytes(least - limit)} more than memory={shown_bytes(limit)}"
+            + (f" ({said})" if said else "")
+            + f"; {self._what_works(least)} works with it; pass more memory, fewer{or_shorter} rows, or more "
+            f"micro-batches (num_microbatches)"
+        )
+        fits_by_count = self._decided_by_count and least - margin <= limit
+        if not (fits_by_count or self._has_run(rows, lengths=False)):
             raise TooLargeError(message)
         self._warn(message, (len(rows), max(rows)))
 
-    @contextlib.contextmanager
-    def by_count(self) -> Iterator[None]:
-        """A context in which what fits by counted bytes is not refused for a margin, which was measured.
+    def _what_works(self, least: int) -> str:
+        """The arguments with which a model, run in the same way, fits a step that takes ``least`` bytes in this one.
 
-        For sizes that may run otherwise with other bits: these are to be the same in each process.
+        Buffers of optimizers and of transfers are a part of the limit, so a step needs more with a larger one.
         """
-        self._counts_only = True
-        try:
-            yield
-        finally:
-            self._counts_only = False
+        homes, limit, optimizers = self._homes, self.limit_bytes, self._optimizers
+        staging, buffers = (homes.tier.staging_bytes, optimizers.buffer_bytes()) if self._memory.on_host else (0, 0)
+
+        def needed(nbytes: int) -> int:
+            reserved = optimizers.buffer_bytes(homes.steps.spare_bytes(nbytes)) if buffers else 0
+            return least + max(0, reserved - buffers) + max(0, -(-staging * nbytes // limit) - staging)
+
+        # With more memory, small layers would share a shard, which needs more.
+        cuts = "" if homes.layers_apart else f" and num_slices={len(homes.shards)}"
+        return f"memory={least_limit(needed, max(least, limit))}{cuts}"
 
     def _has_run(self, rows: Sequence[float], *, lengths: bool = True) -> bool:
         """Whether a batch that ran was at least as large: in all, and in its largest micro-batch.
@@ -393,13 +406,6 @@ class MemoryPlanner:
             and max(ran) >= max(rows)
             and (len(ran) > 1 or not adds)
             for samples, ran in self._ran
-        )
-
-    def _was_cut(self, rows: Sequence[float]) -> bool:
-        """Whether a batch was cut into these micro-batches because they fit by bytes that are counted."""
-        return any(
-            len(rows) == count and math.isclose(units, sum(rows)) and self._fits_in_parts(units, count)
-            for (_, units, *_), count in self._counts.items()
         )
 
     def _warn_of_excess(self, rows: Sequence[float]) -> None:
@@ -415,17 +421,16 @@ class MemoryPlanner:
             )
 
     def _warn_of_others(self) -> None:
-        """Warns if the process has outgrown the limit between two steps by states of an optimizer that is not ours."""
+        """Warns if the process has outgrown the limit between two steps, as by states of an optimizer of torch."""
         steps, ours = self._steps_done, any(self._optimizers)
-        grown = 0 if ours or steps & (steps - 1) else self._memory.grown_bytes()  # a search takes a while
+        grown = 0 if ours or steps & (steps - 1) else self._memory.grown_bytes()
         if grown > bound_of(self.limit_bytes, self._device):
-            for name, nbytes in states_of_others(self._streamer.shards):
-                self._warn(
-                    f"between two steps this process holds {shown_bytes(grown)} more than when the model was made, of "
-                    f"which {shown_bytes(nbytes)} are states of {name}, which memory={shown_bytes(self.limit_bytes)} "
-                    f"does not count; OffloadOptimizer(model, {name}, ...) keeps them within it",
-                    "others",
-                )
+            self._warn(
+                f"between two steps this process holds {shown_bytes(grown)} more than when the model was made. "
+                f"memory={shown_bytes(self.limit_bytes)} does not count the states of optimizers of torch; "
+                f"OffloadOptimizer(model, torch.optim.AdamW, ...) keeps them within it",
+                "others",
+            )
 
     def _warn(self, message: str, trouble: Hashable) -> None:
         """Warns once of the same trouble."""

@@ -7,7 +7,7 @@ chooses for its own limit; all then use the least number of slots that any of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from offload.engine.homes import ModelHomes
@@ -22,8 +22,8 @@ __all__ = ["MeshMemoryPlanner", "plan_memory"]
 #: Of a limit of memory, staging buffers of transfers take at most one part in so many.
 STAGING_SHARE = 16
 #: What a rank tells the others at the begin of a step: earlier forwards wait for their backward; none does; it needs
-#: another plan.
-_BUSY, _IDLE, _DUE = 0.0, 1.0, 2.0
+#: another plan. And at its end, that its batch does not fit.
+_BUSY, _IDLE, _DUE, _REFUSED = 0.0, 1.0, 2.0, -1.0
 
 
 def plan_memory(homes: ModelHomes, limits: MemoryLimits, policy: MemoryPolicy) -> None:
@@ -31,8 +31,7 @@ def plan_memory(homes: ModelHomes, limits: MemoryLimits, policy: MemoryPolicy) -
     if not policy.plans:
         return
     if not has_own_memory(homes.device):
-        homes.tier.limit_staging(limits.device_bytes // STAGING_SHARE)
-    homes.steps.reserve(homes.public, homes.public.buffer_bytes)
+        homes.tier.limit_staging(limits.device.nbytes // STAGING_SHARE)
     kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
     homes.steps.planner = kind(limits, policy, homes)
 
@@ -40,11 +39,8 @@ def plan_memory(homes: ModelHomes, limits: MemoryLimits, policy: MemoryPolicy) -
 class MeshMemoryPlanner(MemoryPlanner):
     """Plans the steps of this rank. All ranks begin and end the same steps."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
-        super().__init__(limits, policy, homes)
-        self._public = homes.public
-        #: What this rank chose.
-        self._wanted = Choice(self._streamer.slots)
+    #: What this rank chose.
+    _wanted: Choice
 
     def begin(self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool) -> Sequence[float]:
         """Begins a training step on all ranks, which try no other sizes after one has refused.
@@ -52,21 +48,18 @@ class MeshMemoryPlanner(MemoryPlanner):
         Raises:
             ValueError: if no plan of this rank's step fits; RuntimeError on the other ranks, with the rank.
         """
-        self._samples = samples
-        statuses = self._public.compare("a step with memory=", self._status(rounded) if idle else _BUSY)
+        self._samples, what = samples, "a step with memory="
+        statuses = self._homes.public.compare(what, self._status(rounded) if idle else _BUSY)
         self._due = _DUE in statuses and _BUSY not in statuses
-        refused: ValueError | None = None
-        try:
-            super().begin(rounded, rounded, samples=samples, idle=_BUSY not in statuses)
-        except ValueError as error:
-            refused = error
-        failed = self._public.compare("a step with memory=", float(refused is not None))
-        if refused is not None:
-            raise refused
-        if any(failed):
+
+        def begin() -> float:
+            self._begin(rounded, idle=_BUSY not in statuses)
+            return 0.0
+
+        if _REFUSED in (found := self._on_all(what, begin)):
             raise RuntimeError(
-                f"rank {failed.index(1.0)} of the mesh refused its batch, which does not fit in its memory=; see its "
-                f"error"
+                f"rank {found.index(_REFUSED)} of the mesh refused its batch, which does not fit in its memory=; see "
+                f"its error"
             )
         return rounded
 
@@ -74,9 +67,21 @@ class MeshMemoryPlanner(MemoryPlanner):
         """No step is without a plan: all ranks begin each of them together."""
         return False
 
+    def _on_all(self, what: str, act: Callable[[], float]) -> Sequence[float]:
+        """What ``act`` returns on each rank. A ValueError is raised again here, after the others know of it."""
+        error, found = None, _REFUSED
+        try:
+            found = act()
+        except ValueError as refused:
+            error = refused
+        everywhere = self._homes.public.compare(what, found)
+        if error is not None:
+            raise error
+        return everywhere
+
     def _status(self, rows: Sequence[float]) -> float:
         """The number that tells the other ranks whether this one needs another plan."""
-        stepped = self._awaited != self._streamer.gradient_offload.optimizers.awaits_states()
+        stepped = self._awaited != self._optimizers.awaits_states()
         if not (self._due or stepped) and self._steps_done:
             try:
                 self._choose(rows, idle=False)
@@ -86,18 +91,14 @@ class MeshMemoryPlanner(MemoryPlanner):
 
     def _plan_again(self, rows: Sequence[float]) -> None:
         """Plans for this rank, then takes the least number of slots of all."""
-        self._wanted = Choice(self._streamer.slots)
-        refused: ValueError | None = None
-        try:
-            super()._plan_again(rows)
-        except ValueError as error:
-            refused = error
-        slots = self._public.compare("a plan for memory=", 0 if refused is not None else self._wanted.slots)
-        least = int(min(slots))
-        if refused is not None:
-            raise refused
-        if least:  # else another rank refuses its batch
-            super()._switch(replace(self._wanted, slots=least))
+
+        def plan() -> float:
+            super(MeshMemoryPlanner, self)._plan_again(rows)
+            return self._wanted.slots
+
+        slots = self._on_all("a plan for memory=", plan)
+        if _REFUSED not in slots:
+            super()._switch(replace(self._wanted, slots=int(min(slots))))
 
     def _switch(self, choice: Choice) -> None:
         self._wanted = choice

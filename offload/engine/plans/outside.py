@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -89,9 +89,9 @@ def outside_bytes(
     return OutsideBytes(
         values=_values(modules, parameters, own, dtype),
         states=states,
-        made_before=_positive(first),
-        copied_before=_positive(copied),
-        made_in=_positive(within),
+        made_before=first,
+        copied_before=copied,
+        made_in=within,
         held=_nbytes(held),
     )
 
@@ -99,7 +99,3 @@ def outside_bytes(
 def shard_of(piece: int, shards: Collection[Shard]) -> int:
     """The shard of the block that follows a piece of code around blocks; their number after the last block."""
     return sum(shard.first + len(shard.layers) <= piece for shard in shards)
-
-
-def _positive(counts: Mapping[int, int]) -> dict[int, int]:
-    return {j: nbytes for j, nbytes in counts.items() if nbytes}

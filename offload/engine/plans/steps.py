@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from offload.engine.plans.row_units import remember
+from offload.engine.plans.rows import remember
 from offload.planning.plan import Plan
-from offload.planning.planner import Sizes
-from offload.planning.step_model import Choice
+from offload.planning.step_model import Choice, Key, Sizes
 from offload.policy import MemoryPolicy
 from offload.streaming.shard import Shard
 
@@ -74,8 +72,6 @@ class Steps:
         #: Whether a boundary holds what enters each block of a shard, of which there are several.
         self.boundaries_grow = apart and any(len(shard.layers) > 1 for shard in shards)
         self._boundary_bytes = policy.boundary_bytes or 0 if spills else math.inf
-        #: Bytes of the same memory that other objects take, as long as they live.
-        self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._recompute = recompute
         self._apart = apart
         self._graph_bytes = policy.graph_bytes or 0
@@ -89,7 +85,7 @@ class Steps:
         #: The last step with a backward, the last one without, and the rows of their batches.
         self._last_steps: dict[bool, tuple[Plan, float]] = {}
 
-    def kept_cells(self, rows: Sequence[float], first: int) -> frozenset[tuple[int, int]]:
+    def kept_cells(self, rows: Sequence[float], first: int) -> frozenset[Key]:
         """The cells that keep their graphs, for micro-batches of so many rows."""
         everything = range(len(rows))
         if not self._recompute:
@@ -111,15 +107,6 @@ class Steps:
             return math.inf  # there is no place to spill to, whatever a choice says
         choice: Choice | None = None if self.planner is None else self.planner.choice
         return self._boundary_bytes / 2 if choice is None else choice.boundary_bytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of buffers of optimizers."""
-        return sum(self._reserved.values())
-
-    def reserve(self, owner: object, nbytes: int) -> None:
-        """Notes bytes of ``owner``, as long as it lives."""
-        self._reserved[owner] = nbytes
 
     def spare_bytes(self, limit_bytes: int | None = None) -> float:
         """Bytes that buffers of an optimizer may take.

@@ -123,7 +123,14 @@ class Counted(nn.Linear):
         super().reset_parameters()
 
 
-def test_tensors_found_in_the_files_are_never_initialised(tmp_path: Path) -> None:
+def test_tensors_found_in_the_files_are_read_once_and_never_initialised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    read_into = TensorFile.read_into
+    monkeypatch.setattr(
+        TensorFile, "read_into", lambda file, name, to: (names.append(name), read_into(file, name, to))[1]
+    )
     bare = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     safetensors.torch.save_file(bare.state_dict(), tmp_path / "a.safetensors")
     with torch.device("meta"):
@@ -133,19 +140,8 @@ def test_tensors_found_in_the_files_are_never_initialised(tmp_path: Path) -> Non
     model = OffloadModel(layers_of_meta, "cpu", num_slices=3, pretrained=tmp_path, checkpoint_activation=False)
     assert Counted.resets == 0
     assert torch.equal(torch.get_rng_state(), state)
+    assert sorted(names) == sorted(bare.state_dict())
     assert_equal(model, bare.state_dict())
-
-
-def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    read_into = TensorFile.read_into
-    monkeypatch.setattr(
-        TensorFile, "read_into", lambda file, name, to: (names.append(name), read_into(file, name, to))[1]
-    )
-    tensors = saved(model_of(1))
-    write_sharded(tmp_path / "weights", tensors)
-    OffloadModel(on_meta(), "cpu", num_slices=4, pretrained=tmp_path / "weights", checkpoint_activation=False)
-    assert sorted(names) == sorted(tensors)
 
 
 def test_only_tensors_missing_from_the_files_are_initialised(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from gradcache import GradCache
 from pipe.interception import offered
 from pipe.nested import tensors_in
-from tests.offload.fuzz.models import RANDOM, STATEFUL, WIDTH, WRITERS
+from tests.offload.fuzz.models import RANDOM, STATEFUL, WRITERS
 from tests.offload.fuzz.passes import loss_of
 from tests.offload.fuzz.program import Statement
+from tests.offload.fuzz.sizes import WIDTH
 from tests.offload.fuzz.world import World
 
-__all__ = ["AuxiliaryLoss", "Checkpointed", "ChunkedStep", "Regularised", "SetAside", "TiedAround"]
 
-
-@dataclass(frozen=True, repr=False)
 class AuxiliaryLoss(Statement):
     """A loss that layers left as an attribute is added to that of the output."""
 
@@ -80,7 +77,6 @@ def contrastive(a: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(a @ b.t() * 5, torch.arange(a.size(0)))
 
 
-@dataclass(frozen=True, repr=False)
 class ChunkedStep(Statement):
     """A contrastive batch by GradCache, in chunks of two rows, over the model or a module around it."""
 
@@ -99,7 +95,6 @@ class ChunkedStep(Statement):
         return cache(world.input(self.seed, self.rows), world.input(self.seed + 100, self.rows))
 
 
-@dataclass(frozen=True, repr=False)
 class SetAside(Statement):
     """Gradients are set aside, a backward makes new ones, and the old ones are added."""
 
@@ -125,7 +120,6 @@ class SetAside(Statement):
         return loss.detach()
 
 
-@dataclass(frozen=True, repr=False)
 class Regularised(Statement):
     """The loss also has a term of the parameters themselves, made before or after the forward."""
 
@@ -144,7 +138,6 @@ class Regularised(Statement):
         return total.detach()
 
 
-@dataclass(frozen=True, repr=False)
 class TiedAround(Statement):
     """A weight of the model is also used in front of it and behind it."""
 
@@ -163,7 +156,6 @@ class TiedAround(Statement):
         return total.detach()
 
 
-@dataclass(frozen=True, repr=False)
 class Checkpointed(Statement):
     """The model is called under ``torch.utils.checkpoint``."""
 

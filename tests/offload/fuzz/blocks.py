@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,6 @@ from torch.nn import functional as F
 
 from tests.offload.fuzz.sizes import ROWS, WIDTH, linear
 from tests.offload.fuzz.trips import Trip
-
-__all__ = ["BLOCKS", "LISTS", "REORDERED"]
 
 
 class Block(nn.Module):
@@ -98,262 +97,217 @@ class Adapted(Block):
 
 
 class Model(nn.Module):
-    """A stem, blocks, and a head."""
+    """A stem, blocks, and a head, with a forward that is a function of it and of the input.
 
-    kind: type[Block] = Block
+    ``trips``: whether there are layers in which an interrupt can strike; ``more``: makes further layers by name.
+    """
 
-    def __init__(self, trips: bool, count: int = 3) -> None:
+    def __init__(
+        self,
+        trips: bool,
+        run: Callable[[Any, Tensor], Any],
+        kind: type[Block] = Block,
+        count: int = 3,
+        **more: Callable[[], nn.Module],
+    ) -> None:
         super().__init__()
         self.stem = linear()
-        self.blocks = nn.ModuleList(self.kind(trips) for _ in range(count))
+        self.blocks = nn.ModuleList(kind(trips) for _ in range(count))
         self.head = linear()
         self.trip = Trip() if trips else nn.Identity()
+        self.run = run
+        for name, make in more.items():
+            setattr(self, name, make())
 
     def forward(self, x: Tensor) -> Any:
-        x = torch.tanh(self.stem(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.trip(x))
+        return self.run(self, x)
 
 
-class Glued(Model):
+def plain(model: Any, x: Tensor) -> Tensor:
+    x = torch.tanh(model.stem(x))
+    for block in model.blocks:
+        x = block(x)
+    return model.head(model.trip(x))
+
+
+def glued(model: Any, x: Tensor) -> Tensor:
     """Parameters are used between the blocks: one of them a part each time, one whole, several times."""
-
-    def __init__(self, trips: bool) -> None:
-        super().__init__(trips)
-        self.scales = nn.Parameter(torch.linspace(0.5, 1.5, 3))
-        self.middle = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for k, block in enumerate(self.blocks):
-            x = self.trip(block(x * self.scales[k].sigmoid()))
-            x = x + torch.tanh(self.middle(x)) * 0.3
-        return self.head(x)
+    x = model.stem(x)
+    for k, block in enumerate(model.blocks):
+        x = model.trip(block(x * model.scales.weight[k].sigmoid()))
+        x = x + torch.tanh(model.middle(x)) * 0.3
+    return model.head(x)
 
 
-class Sided(Model):
+def sided(model: Any, x: Tensor) -> Tensor:
     """All blocks get a mask and a bias of the prefix, which take gradients; the suffix uses the mask, too."""
-
-    def __init__(self, trips: bool) -> None:
-        super().__init__(trips)
-        self.gate = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask, bias = torch.sigmoid(self.gate(x)), x.mean(1, keepdim=True)
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x, mask, bias=bias)
-        return self.head(self.trip(x) * mask)
+    mask, bias = torch.sigmoid(model.gate(x)), x.mean(1, keepdim=True)
+    x = model.stem(x)
+    for block in model.blocks:
+        x = block(x, mask, bias=bias)
+    return model.head(model.trip(x) * mask)
 
 
-class Passed(Model):
+def passed(model: Any, x: Tensor) -> Any:
     """What the first block makes enters the others, and a part of it is an output of the model."""
-
-    kind = Passing
-
-    def forward(self, x: Tensor) -> Any:
-        found: dict[str, Any] = {"x": self.stem(x), "bias": None, "total": 0}
-        for block in self.blocks:
-            found = block(self.trip(found["x"]), bias=found["bias"], total=found["total"])
-        return {"y": self.head(found["x"]), "total": found["total"], "bias": found["bias"]}
+    found: dict[str, Any] = {"x": model.stem(x), "bias": None, "total": 0}
+    for block in model.blocks:
+        found = block(model.trip(found["x"]), bias=found["bias"], total=found["total"])
+    return {"y": model.head(found["x"]), "total": found["total"], "bias": found["bias"]}
 
 
-class Around(Model):
+def around(model: Any, x: Tensor) -> Tensor:
     """A residual around all blocks, and one from the output of the first to the input of the last."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.stem(x)
-        one = self.blocks[0](first)
-        two = self.trip(self.blocks[1](one))
-        return self.head(self.blocks[2](two + one.sin()) + first)
+    first = model.stem(x)
+    one = model.blocks[0](first)
+    two = model.trip(model.blocks[1](one))
+    return model.head(model.blocks[2](two + one.sin()) + first)
 
 
-class Reversible(Model):
-    kind = Pair
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = self.stem(x)
-        b = self.trip(a)
-        for block in self.blocks:
-            a, b = block(a, b)
-        return self.head(a + b)
+def reversible(model: Any, x: Tensor) -> Tensor:
+    a = model.stem(x)
+    b = model.trip(a)
+    for block in model.blocks:
+        a, b = block(a, b)
+    return model.head(a + b)
 
 
-class Through3(Model):
+def through(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Uses what a block returns of its input, and writes into its output in place."""
-
-    kind = Through
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.stem(x)
-        part: Any = 0
-        for block in self.blocks:
-            x, before, view = block(x)
-            part = part + view.sum(1) * 0.1
-            x = x * 0.5 + self.trip(before)
-            x += 0.25
-        return self.head(x), part
+    x = model.stem(x)
+    part: Any = 0
+    for block in model.blocks:
+        x, before, view = block(x)
+        part = part + view.sum(1) * 0.1
+        x = x * 0.5 + model.trip(before)
+        x += 0.25
+    return model.head(x), part
 
 
-class Hidden(Model):
+def hidden(model: Any, x: Tensor) -> dict[str, Any]:
     """Returns the outputs of all blocks, as they are."""
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        x = self.stem(x)
-        every = [x]
-        for block in self.blocks:
-            x = self.trip(block(x))
-            every.append(x)
-        return {"y": self.head(x), "hidden": tuple(every), "best": x.argmax(1)}
+    every = [model.stem(x)]
+    for block in model.blocks:
+        every.append(model.trip(block(every[-1])))
+    return {"y": model.head(every[-1]), "hidden": tuple(every), "best": every[-1].argmax(1)}
 
 
 class Words(Model):
     """Its head is its table."""
 
     def __init__(self, trips: bool) -> None:
-        super().__init__(trips)
+        super().__init__(trips, words)
         self.table = nn.Embedding(ROWS, WIDTH)
         self.head = nn.Linear(WIDTH, ROWS, bias=False)
         self.head.weight = self.table.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = torch.tanh(self.stem(self.table(ids)))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.trip(x))
+
+def words(model: Any, ids: Tensor) -> Tensor:
+    return plain(model, model.table(ids))
 
 
-class Dropped(Model):
+def dropped(model: Any, x: Tensor) -> Tensor:
     """Draws between blocks and in them."""
-
-    kind = Dropping
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(F.dropout(self.trip(x), 0.2, self.training))
-        return self.head(x)
+    x = model.stem(x)
+    for block in model.blocks:
+        x = block(F.dropout(model.trip(x), 0.2, model.training))
+    return model.head(x)
 
 
-class Normed(Model):
+def normed(model: Any, x: Tensor) -> Tensor:
     """Running statistics between blocks, and counts in them."""
-
-    kind = Numbered
-
-    def __init__(self, trips: bool) -> None:
-        super().__init__(trips)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = self.norm(self.trip(block(x))) if x.size(0) > 1 else block(x)
-        return self.head(x)
+    x = model.stem(x)
+    for block in model.blocks:
+        x = model.norm(model.trip(block(x))) if x.size(0) > 1 else block(x)
+    return model.head(x)
 
 
 class Cut(Model):
     """The stem and the first block are frozen; a part of what enters the last block is detached."""
 
     def __init__(self, trips: bool) -> None:
-        super().__init__(trips)
+        super().__init__(trips, cut)
         self.stem.requires_grad_(False)
         self.blocks[0].requires_grad_(False)
         self.shift = nn.Parameter(torch.zeros(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        one = self.blocks[0](self.stem(x))
-        two = self.trip(self.blocks[1](one + self.shift))
-        return self.head(self.blocks[2](two.detach() + two * 0.5))
 
-
-class Limiting(Model):
-    kind = Limited
+def cut(model: Any, x: Tensor) -> Tensor:
+    one = model.blocks[0](model.stem(x))
+    two = model.trip(model.blocks[1](one + model.shift))
+    return model.head(model.blocks[2](two.detach() + two * 0.5))
 
 
 class Lora(Model):
     """Nothing but adapters trains."""
 
-    kind = Adapted
-
     def __init__(self, trips: bool) -> None:
-        super().__init__(trips)
+        super().__init__(trips, plain, Adapted)
         self.stem.requires_grad_(False)
         self.head.requires_grad_(False)
 
 
-class Aside(Model):
+def aside(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Another branch beside the blocks, which writes in place between them; an output needs no block."""
-
-    def __init__(self, trips: bool) -> None:
-        super().__init__(trips)
-        self.branch = linear()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        side = self.branch(x)
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-            side = side + self.trip(x).detach() * 0.1
-            side.mul_(0.9)
-        return self.head(x + side), side * 2
+    side = model.branch(x)
+    x = model.stem(x)
+    for block in model.blocks:
+        x = block(x)
+        side = side + model.trip(x).detach() * 0.1
+        side.mul_(0.9)
+    return model.head(x + side), side * 2
 
 
 class TwoLists(Model):
     """A second list of blocks behind a layer."""
 
     def __init__(self, trips: bool) -> None:
-        super().__init__(trips, 2)
-        self.middle = linear()
+        super().__init__(trips, two_lists, count=2, middle=linear)
         self.more = nn.ModuleList(Block(trips) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.stem(x)
-        x = first
-        for block in self.blocks:
-            x = block(x)
-        memory = self.trip(torch.tanh(self.middle(x)))
-        x = first
-        for block in self.more:
-            x = block(x, memory)
-        return self.head(x)
+
+def two_lists(model: Any, x: Tensor) -> Tensor:
+    first = model.stem(x)
+    x = first
+    for block in model.blocks:
+        x = block(x)
+    memory = model.trip(torch.tanh(model.middle(x)))
+    x = first
+    for block in model.more:
+        x = block(x, memory)
+    return model.head(x)
 
 
-class PartlyFixed(Model):
+def partly_fixed(model: Any, x: Tensor) -> Tensor:
     """Calls its first and its third block without gradients; what they return scales what the others do."""
-
-    def __init__(self, trips: bool) -> None:
-        super().__init__(trips, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.stem(x))
-        for k, block in enumerate(self.blocks):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and k % 2 == 1):
-                y = self.trip(block(x))
-            x = x * y.sigmoid() if k % 2 == 0 else y
-        return self.head(x)
+    x = torch.tanh(model.stem(x))
+    for k, block in enumerate(model.blocks):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and k % 2 == 1):
+            y = model.trip(block(x))
+        x = x * y.sigmoid() if k % 2 == 0 else y
+    return model.head(x)
 
 
 #: Makes a model, with layers in which an interrupt can strike or without them.
 BLOCKS: dict[str, Callable[[bool], nn.Module]] = {
-    "blocks": Model,
-    "blocks_glued": Glued,
-    "blocks_sided": Sided,
-    "blocks_passed": Passed,
-    "blocks_around": Around,
-    "blocks_reversible": Reversible,
-    "blocks_through": Through3,
-    "blocks_hidden": Hidden,
+    "blocks": partial(Model, run=plain),
+    "blocks_glued": partial(Model, run=glued, middle=linear, scales=lambda: nn.Linear(1, 3)),
+    "blocks_sided": partial(Model, run=sided, gate=linear),
+    "blocks_passed": partial(Model, run=passed, kind=Passing),
+    "blocks_around": partial(Model, run=around),
+    "blocks_reversible": partial(Model, run=reversible, kind=Pair),
+    "blocks_through": partial(Model, run=through, kind=Through),
+    "blocks_hidden": partial(Model, run=hidden),
     "blocks_words": Words,
-    "blocks_dropped": Dropped,
-    "blocks_normed": Normed,
+    "blocks_dropped": partial(Model, run=dropped, kind=Dropping),
+    "blocks_normed": partial(Model, run=normed, kind=Numbered, norm=lambda: nn.BatchNorm1d(WIDTH)),
     "blocks_cut": Cut,
-    "blocks_limited": Limiting,
+    "blocks_limited": partial(Model, run=plain, kind=Limited),
     "blocks_lora": Lora,
-    "blocks_aside": Aside,
+    "blocks_aside": partial(Model, run=aside, branch=linear),
     "blocks_lists": TwoLists,
-    "blocks_fixed": PartlyFixed,
-    "blocks_all": Model,
+    "blocks_fixed": partial(Model, run=partly_fixed, count=4),
+    "blocks_all": partial(Model, run=plain),
 }
 
 #: The names of their lists of blocks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
@@ -12,79 +13,76 @@ from tests.offload.fuzz.models import MODELS, ROWWISE, WRITERS
 from tests.offload.fuzz.program import Program, Setup, Statement
 from tests.offload.fuzz.world import OPTIMIZERS
 
-__all__ = ["programs"]
+T = TypeVar("T")
 
-seeds = st.integers(0, 5)
-places = st.sampled_from([0, 1, 2, 3, 5])
-some = st.sampled_from([None, 0, 1, 2, 3, 5])
-flags = st.booleans()
+seeds, flags = range(6), (False, True)
+places = [0, 1, 2, 3, 5]
+some = [None, *places]
+
+
+def one(kind: type[T], /, **choices: Sequence[Any]) -> st.SearchStrategy[T]:
+    """Makes one of a kind from the choices of each field."""
+    return st.builds(kind, **{name: st.sampled_from(values) for name, values in choices.items()})
+
 
 #: Models that stand for a mechanism that no other model needs.
 TRICKY = ["table", "queries", "custom", "closure", "actnorm", "renormed", "routed", "double", "tied"]
 
-setups = st.builds(
+setups = one(
     Setup,
-    model=st.sampled_from(sorted(MODELS)) | st.sampled_from(TRICKY) | st.sampled_from(sorted(BLOCKS)),
-    home=st.sampled_from(["cpu", "disk", "disk", "kept"]),
+    model=[*sorted(MODELS), *TRICKY, *TRICKY, *TRICKY, *sorted(BLOCKS), *sorted(BLOCKS)],
+    home=["cpu", "disk", "disk", "kept"],
     checkpoint=flags,
-    slices=st.sampled_from([1, 2, 3, 4, 5, 6]),
-    slots=st.sampled_from([2, 2, 3, 5]),
-    microbatches=st.sampled_from([1, 1, 1, 2]),
-    boundary=st.sampled_from([None, None, 0, 300]),
-    graphs=st.sampled_from([None, None, 1500, 1 << 20]),
-    planned=st.sampled_from([None, None, (0, 1 << 20), (3000, 0), (1 << 20, 1 << 20)]),
-    optimizer=st.sampled_from(sorted(OPTIMIZERS)) | st.sampled_from(["sgd", "adamw"]),
-    updates=st.sampled_from(["plain", "plain", "offload", "offload", "backward"]),
-    max_norm=st.sampled_from([None, None, 0.5]),
+    slices=[1, 2, 3, 4, 5, 6],
+    slots=[2, 2, 3, 5],
+    microbatches=[1, 1, 1, 2],
+    boundary=[None, None, 0, 300],
+    graphs=[None, None, 1500, 1 << 20],
+    planned=[None, None, (0, 1 << 20), (3000, 0), (1 << 20, 1 << 20)],
+    optimizer=[*sorted(OPTIMIZERS), *("sgd", "adamw") * 2],
+    updates=["plain", "plain", "offload", "offload", "backward"],
+    max_norm=[None, None, 0.5],
     late=flags,
-    trips=st.sampled_from([False, False, True]),
-    looks=st.sampled_from([True, True, True, False]),
+    trips=[False, False, True],
+    looks=[True, True, True, False],
 )
 
-forwards = st.builds(
+forwards = one(
     passes.Forward,
     seed=seeds,
-    mode=st.sampled_from(["train", "train", "train", "no_grad", "eval", "eval_grad", "inference", "save_on_cpu"]),
-    rows=st.sampled_from([4, 4, 6, 1]),
+    mode=["train", "train", "train", "no_grad", "eval", "eval_grad", "inference", "save_on_cpu"],
+    rows=[4, 4, 6, 1],
     x_grad=flags,
 )
-recorded = st.builds(passes.Forward, seed=seeds, x_grad=flags)
-outputs = st.sampled_from([(0,), (0,), (1,), (0, 1), (2,)])
-losses = st.sampled_from(["square", "sum", "first", "last"])
-backwards = st.builds(
+recorded = one(passes.Forward, seed=seeds, x_grad=flags)
+outputs = [(0,), (0,), (1,), (0, 1), (2,)]
+losses = ["square", "sum", "first", "last"]
+backwards = one(
     passes.Backward,
     which=outputs,
     loss=losses,
-    retain=st.sampled_from([False, False, True]),
-    create_graph=st.sampled_from([False] * 7 + [True]),
-    inputs=st.sampled_from([None, None, None, None, "all", "first", "last", "x"]),
+    retain=[False, False, True],
+    create_graph=[*[False] * 7, True],
+    inputs=[None, None, None, None, "all", "first", "last", "x"],
 )
-zeros = st.builds(gradients.ZeroGrad, by=st.sampled_from(["model", "optimizer", "loop"]), set_to_none=flags)
-writes = st.builds(
+zeros = one(gradients.ZeroGrad, by=["model", "optimizer", "loop"], set_to_none=flags)
+writes = one(
     weights.Write,
-    how=st.sampled_from(
-        ["data", "data", "data_copy", "data_mul", "in_place", "vector", "swap", "numpy", "state_dict", "set"]
-    ),
+    how=["data", "data", "data_copy", "data_mul", "in_place", "vector", "swap", "numpy", "state_dict", "set"],
     at=some,
     seed=seeds,
 )
-hooked = st.builds(
+hooked = one(
     hooks.Hook,
-    on=st.sampled_from(["parameter", "accumulated", "forward", "forward_pre", "backward", "backward_pre", "output"]),
-    does=st.sampled_from(["log", "scale", "step"]),
+    on=["parameter", "accumulated", "forward", "forward_pre", "backward", "backward_pre", "output"],
+    does=["log", "scale", "step"],
     at=some,
 )
-swaps = st.builds(
-    weights.Swap,
-    how=st.sampled_from(
-        [
-            *("module", "parameter", "weight_norm", "old_weight_norm", "spectral_norm", "lora", "tie", "no_bias"),
-            *("forward", "remove"),
-        ]
-    ),
-    at=places,
-    seed=seeds,
-)
+SWAPS = [
+    *("module", "parameter", "weight_norm", "old_weight_norm", "spectral_norm"),
+    *("lora", "tie", "no_bias", "forward", "remove"),
+]
+swaps = one(weights.Swap, how=SWAPS, at=places, seed=seeds)
 
 #: Every kind of statement, each as likely as another.
 SINGLE: list[st.SearchStrategy[Statement]] = [
@@ -94,47 +92,38 @@ SINGLE: list[st.SearchStrategy[Statement]] = [
     writes,
     hooked,
     swaps,
-    st.builds(passes.Grad, which=outputs, of=st.sampled_from(["all", "first", "last", "x"]), retain=flags, loss=losses),
-    st.builds(passes.Penalty, of=st.sampled_from(["x", "all", ".grad"]), seed=seeds, with_loss=flags),
-    st.builds(
-        passes.Functional,
-        kind=st.sampled_from(["call", "jvp", "vjp", "hvp", "func_jvp", "hessian", "func_grad"]),
-        seed=seeds,
-    ),
-    st.builds(around.AuxiliaryLoss, seed=seeds),
-    st.builds(
-        passes.Interrupt,
-        where=st.sampled_from(["forward", "backward", "recomputation"]),
-        after=st.integers(0, 5),
-        seed=seeds,
-    ),
-    st.builds(around.ChunkedStep, seed=seeds, bare=flags, rows=st.sampled_from([4, 6])),
-    st.builds(around.SetAside, seed=seeds, into=st.sampled_from(["old", "new", "none"])),
-    st.builds(around.Regularised, seed=seeds, first=flags),
-    st.builds(around.TiedAround, seed=seeds, at=places),
-    st.builds(around.Checkpointed, seed=seeds, reentrant=flags),
-    st.just(passes.MutateInput()),
-    st.just(passes.MutateOutput()),
-    st.just(gradients.KeepGradients()),
-    st.builds(gradients.UseKept, how=st.sampled_from(["assign", "kept", "copy", "fresh"])),
-    st.builds(gradients.ScaleGradients, how=st.sampled_from(["in_place", "data", "assign"])),
-    st.builds(gradients.Clip, by=st.sampled_from(["norm", "value"])),
-    st.just(gradients.Step()),
-    st.builds(gradients.TrainStep, seed=seeds, accumulate=st.integers(1, 2), set_to_none=flags),
-    st.just(gradients.NewOptimizer()),
-    st.builds(gradients.Rate, lr=st.sampled_from([0.02, 0.1])),
-    st.just(gradients.Look()),
-    st.builds(weights.Average, do=st.sampled_from(["update", "update", "swap"])),
-    st.builds(weights.SaveState, how=st.sampled_from(["clone", "reference", "file"])),
-    st.builds(weights.LoadState, assign=flags, optimizer=flags),
-    st.builds(weights.Checkpoint, load=flags),
-    st.builds(weights.Copy, how=st.sampled_from(["deepcopy", "pickle"]), aside=flags),
-    st.just(weights.Reopen()),
-    st.builds(weights.Freeze, at=some, on=flags),
-    st.builds(weights.SetMode, train=flags, at=some),
-    st.builds(weights.SetBuffer, replace=flags),
-    st.builds(weights.KeepInMemory, shards=st.sampled_from([(), (0,), (1, 2), (0, 2, 4), (0, 1, 2, 3, 4, 5)])),
-    st.just(hooks.RemoveHooks()),
+    one(passes.Grad, which=outputs, of=["all", "first", "last", "x"], retain=flags, loss=losses),
+    one(passes.Penalty, of=["x", "all", ".grad"], seed=seeds, with_loss=flags),
+    one(passes.Functional, kind=["call", "jvp", "vjp", "hvp", "func_jvp", "hessian", "func_grad"], seed=seeds),
+    one(around.AuxiliaryLoss, seed=seeds),
+    one(passes.Interrupt, where=["forward", "backward", "recomputation"], after=range(6), seed=seeds),
+    one(around.ChunkedStep, seed=seeds, bare=flags, rows=[4, 6]),
+    one(around.SetAside, seed=seeds, into=["old", "new", "none"]),
+    one(around.Regularised, seed=seeds, first=flags),
+    one(around.TiedAround, seed=seeds, at=places),
+    one(around.Checkpointed, seed=seeds, reentrant=flags),
+    one(passes.MutateInput),
+    one(passes.MutateOutput),
+    one(gradients.KeepGradients),
+    one(gradients.UseKept, how=["assign", "kept", "copy", "fresh"]),
+    one(gradients.ScaleGradients, how=["in_place", "data", "assign"]),
+    one(gradients.Clip, by=["norm", "value"]),
+    one(gradients.Step),
+    one(gradients.TrainStep, seed=seeds, accumulate=[1, 2], set_to_none=flags),
+    one(gradients.NewOptimizer),
+    one(gradients.Rate, lr=[0.02, 0.1]),
+    one(gradients.Look),
+    one(weights.Average, do=["update", "update", "swap"]),
+    one(weights.SaveState, how=["clone", "reference", "file"]),
+    one(weights.LoadState, assign=flags, optimizer=flags),
+    one(weights.Checkpoint, load=flags),
+    one(weights.Copy, how=["deepcopy", "pickle"], aside=flags),
+    one(weights.Reopen),
+    one(weights.Freeze, at=some, on=flags),
+    one(weights.SetMode, train=flags, at=some),
+    one(weights.SetBuffer, replace=flags),
+    one(weights.KeepInMemory, shards=[(), (0,), (1, 2), (0, 2, 4), (0, 1, 2, 3, 4, 5)]),
+    one(hooks.RemoveHooks),
 ]
 
 
@@ -165,21 +154,9 @@ phrases: st.SearchStrategy[Sequence[Statement]] = st.one_of(
 
 #: What a loop whose backward updates may hold.
 WITH_UPDATES: tuple[type[Statement], ...] = (
-    gradients.TrainStep,
-    weights.Write,
-    weights.Average,
-    weights.SaveState,
-    weights.LoadState,
-    weights.Checkpoint,
-    gradients.Look,
-    weights.Freeze,
-    weights.SetMode,
-    gradients.Rate,
-    weights.Copy,
-    weights.SetBuffer,
-    weights.KeepInMemory,
-    gradients.NewOptimizer,
-    weights.Swap,
+    *(gradients.TrainStep, gradients.Look, gradients.Rate, gradients.NewOptimizer),
+    *(weights.Write, weights.Average, weights.SaveState, weights.LoadState, weights.Checkpoint, weights.Freeze),
+    *(weights.SetMode, weights.Copy, weights.SetBuffer, weights.KeepInMemory, weights.Swap),
 )
 
 
@@ -242,7 +219,7 @@ def programs(draw: st.DrawFn, most: int = 7) -> Program:
     """Programs of up to ``most`` phrases."""
     setup = draw(setups.filter(sensible))
     found = draw(st.lists(phrases, min_size=1, max_size=most))
-    if setup.home == "kept" and draw(flags):
+    if setup.home == "kept" and draw(st.booleans()):
         found.append((weights.Reopen(),))
     if setup.updates == "backward":
         found = [part for p in found for part in (p, (gradients.TrainStep(len(p)),))]

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from pipe.nested import flatten
 
-__all__ = ["SINGLE_TOLERANCE", "TOLERANCE", "Diverged", "difference", "first_difference"]
-
 TOLERANCE = 1e-9
 #: Where a layer computes in float32, whose last digit is 1e-7.
 SINGLE_TOLERANCE = 1e-4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,21 +10,7 @@ from tests.offload.fuzz.passes import loss_of
 from tests.offload.fuzz.program import Statement
 from tests.offload.fuzz.world import World
 
-__all__ = [
-    "Clip",
-    "KeepGradients",
-    "Look",
-    "NewOptimizer",
-    "Rate",
-    "ScaleGradients",
-    "Step",
-    "TrainStep",
-    "UseKept",
-    "ZeroGrad",
-]
 
-
-@dataclass(frozen=True, repr=False)
 class ZeroGrad(Statement):
     """By the "model", the "optimizer", or a "loop" of the user's own over the parameters."""
 
@@ -45,7 +30,6 @@ class ZeroGrad(Statement):
                     p.grad.detach_().zero_()
 
 
-@dataclass(frozen=True, repr=False)
 class KeepGradients(Statement):
     """``[p.grad for p in model.parameters()]``: references, not copies."""
 
@@ -56,7 +40,6 @@ class KeepGradients(Statement):
         return [g is None for g in found]
 
 
-@dataclass(frozen=True, repr=False)
 class UseKept(Statement):
     """Kept gradients are projected onto the present ones, and the result is assigned or copied; or "fresh" ones are."""
 
@@ -85,7 +68,6 @@ class UseKept(Statement):
         return norms
 
 
-@dataclass(frozen=True, repr=False)
 class ScaleGradients(Statement):
     """Gradients are multiplied: "in_place", through "data", or by "assign"."""
 
@@ -104,7 +86,6 @@ class ScaleGradients(Statement):
                 p.grad = p.grad * self.factor
 
 
-@dataclass(frozen=True, repr=False)
 class Clip(Statement):
     """By the global norm, or each number ("value")."""
 
@@ -131,7 +112,6 @@ def step(world: World) -> None:
         world.optimizer.zero_grad()
 
 
-@dataclass(frozen=True, repr=False)
 class Step(Statement):
     """``optimizer.step()``."""
 
@@ -139,7 +119,6 @@ class Step(Statement):
         step(world)
 
 
-@dataclass(frozen=True, repr=False)
 class TrainStep(Statement):
     """``accumulate`` batches forward and backward, a step, and gradients away: all that update_in_backward takes."""
 
@@ -164,7 +143,6 @@ class TrainStep(Statement):
         return losses
 
 
-@dataclass(frozen=True, repr=False)
 class NewOptimizer(Statement):
     """A new optimizer over the parameters that there are now."""
 
@@ -173,7 +151,6 @@ class NewOptimizer(Statement):
         world.new_optimizer()
 
 
-@dataclass(frozen=True, repr=False)
 class Rate(Statement):
     """Another learning rate, as a schedule sets it."""
 
@@ -184,7 +161,6 @@ class Rate(Statement):
             group["lr"] = self.lr
 
 
-@dataclass(frozen=True, repr=False)
 class Look(Statement):
     """Everything is compared."""
 

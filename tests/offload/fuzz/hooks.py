@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +14,7 @@ from tests.offload.fuzz.passes import picked
 from tests.offload.fuzz.program import Statement
 from tests.offload.fuzz.world import World
 
-__all__ = ["Hook", "RemoveHooks"]
 
-
-@dataclass(frozen=True, repr=False)
 class Hook(Statement):
     """A hook on parameter or layer number ``at``; None: on all parameters, or on the model.
 
@@ -67,38 +63,26 @@ class Hook(Statement):
         world.handles.append(p.register_post_accumulate_grad_hook(accumulated))
 
     def _on_module(self, world: World, module: nn.Module) -> None:
-        scale = self.does == "scale"
-
-        def forward(module: nn.Module, args: Any, output: Any) -> Any:
-            if not is_recomputing():
-                log(world, "forward", output)
-            return map_tensors(halved, output) if scale else None
-
-        def forward_pre(module: nn.Module, args: Any) -> Any:
-            if not is_recomputing():
-                if self.does != "step":  # the first run that writes weights is taken back, and repeated with its graph
-                    log(world, "forward_pre", args)
-                with torch.no_grad():
-                    for p in module.parameters(recurse=False) if self.does == "step" else ():
-                        p.mul_(0.9)
-            return map_tensors(halved, args) if scale else None
-
-        def backward(module: nn.Module, inner: Any, outer: Any) -> Any:
-            log(world, "backward", outer)
-            return map_tensors(halved, inner) if scale else None
-
-        def backward_pre(module: nn.Module, outer: Any) -> Any:
-            log(world, "backward_pre", outer)
-            return map_tensors(halved, outer) if scale else None
-
-        world.steps_in_hooks |= self.on == "forward_pre" and self.does == "step"
-        register: dict[str, Callable[[], Any]] = {
-            "forward": lambda: module.register_forward_hook(forward),
-            "forward_pre": lambda: module.register_forward_pre_hook(forward_pre),
-            "backward": lambda: module.register_full_backward_hook(backward),
-            "backward_pre": lambda: module.register_full_backward_pre_hook(backward_pre),
+        names = {
+            "forward": "register_forward_hook",
+            "forward_pre": "register_forward_pre_hook",
+            "backward": "register_full_backward_hook",
+            "backward_pre": "register_full_backward_pre_hook",
         }
-        world.handles.append(register[self.on]())
+        writes = self.on == "forward_pre" and self.does == "step"
+        world.steps_in_hooks |= writes
+
+        def hook(module: nn.Module, *given: Any) -> Any:
+            """Gets arguments and outputs, or their gradients; those of the arguments may be changed."""
+            if not (self.on.startswith("forward") and is_recomputing()):
+                if not writes:  # the first run that writes weights is taken back, and repeated with its graph
+                    log(world, self.on, given[-1])
+                with torch.no_grad():
+                    for p in module.parameters(recurse=False) if writes else ():
+                        p.mul_(0.9)
+            return map_tensors(halved, given[0 if self.on == "backward" else -1]) if self.does == "scale" else None
+
+        world.handles.append(getattr(module, names[self.on])(hook))
 
     def _changing(self, world: World, name: str) -> Callable[[Tensor], Tensor | None]:
         def hook(gradient: Tensor) -> Tensor | None:
@@ -117,7 +101,6 @@ def halved(tensor: Tensor) -> Tensor:
     return tensor * 0.5 if tensor.is_floating_point() else tensor
 
 
-@dataclass(frozen=True, repr=False)
 class RemoveHooks(Statement):
     """All hooks are removed."""
 

@@ -1,7 +1,7 @@
 """Runs a program in both worlds, statement by statement, and says how it ended.
 
 Fine are: equal to the end; the plain loop raises, and ours raises too; ours refuses, in words of its own, before
-anything differs and with parameters as they were. Everything else is a :class:`Failure`.
+anything differs and with parameters as they were. Everything else is a failure.
 """
 
 from __future__ import annotations
@@ -35,25 +35,8 @@ from tests.offload.fuzz.weights import Write
 from tests.offload.fuzz.world import World
 from tests.offload.late import LateLane, run_late
 
-__all__ = ["Failure", "Outcome", "check", "run"]
-
 #: Where refusals are written: the packages beside this one's.
 PACKAGES = tuple(str(Path(offload.__file__).parents[1] / name) for name in ("offload", "pipe", "gradcache"))
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first thing that is wrong."""
-
-    #: Which statement; -1 if the model could not be made, the number of statements if the look at the end saw it.
-    at: int
-    statement: str
-    what: str
-    #: Where an error came from.
-    trace: str = ""
-
-    def __str__(self) -> str:
-        return f"at statement {self.at} ({self.statement}): {self.what}{' ' + self.trace if self.trace else ''}"
 
 
 @dataclass(frozen=True)
@@ -62,9 +45,9 @@ class Outcome:
 
     #: "equal", "refused", "raised" (the plain one, and ours too), "diverged" or "failed".
     kind: str
+    #: At which statement; -1 if the model could not be made, the number of statements at the end.
     at: int
     words: str = ""
-    failure: Failure | None = None
 
 
 def check(program: Program) -> Outcome:
@@ -74,7 +57,7 @@ def check(program: Program) -> Outcome:
         AssertionError: if it fails.
     """
     outcome = run(program)
-    assert outcome.failure is None, f"{outcome.failure}\n{program!r}"
+    assert outcome.kind != "failed", f"{outcome.words}\n{program!r}"
     return outcome
 
 
@@ -205,7 +188,7 @@ class _Run:
 
 
 def _failed(k: int, name: str, what: str, trace: str = "") -> Outcome:
-    return Outcome("failed", k, failure=Failure(k, name, what, trace))
+    return Outcome("failed", k, f"at statement {k} ({name}): {what} {trace}")
 
 
 def _error_of(action: Any) -> BaseException | None:

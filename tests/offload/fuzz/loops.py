@@ -11,8 +11,6 @@ from tests.offload.fuzz.passes import Backward, Forward, Grad
 from tests.offload.fuzz.program import Program, Setup, Statement
 from tests.offload.fuzz.weights import Average, Checkpoint, Copy, Freeze, LoadState, SaveState, SetMode, Write
 
-__all__ = ["FORMS", "LOOPS", "loop"]
-
 LOOPS: dict[str, tuple[Statement, ...]] = {
     "two forwards before one backward": (Forward(), Forward(seed=1), Backward((0, 1))),
     "backwards in the other order": (Forward(), Forward(seed=1), Backward((1,)), Backward((0,))),
@@ -29,7 +27,10 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
     "gradients that are kept": (*TRAIN, KeepGradients(), ZeroGrad(), *TRAIN, UseKept()),
     "gradients of the input": (Forward(x_grad=True), Backward(), Forward(x_grad=True), Grad(of="x")),
     "gradients that are asked for": (Forward(), Grad(retain=True), Grad(of="last", retain=True), Grad(of="first")),
-    "a backward of given parameters": (Forward(), Backward(inputs="last", retain=True), Backward(inputs="first")),
+    "a backward of given parameters": (
+        *(Forward(), Backward(inputs="last", retain=True), Backward(inputs="first", retain=True)),
+        Backward(inputs="all"),
+    ),
     "evaluations between steps": (
         *(*TRAIN, Step(), Forward(mode="no_grad"), Forward(mode="eval"), Forward(mode="inference")),
         *(Forward(mode="eval_grad"), Backward(), *TRAIN),

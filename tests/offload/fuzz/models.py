@@ -14,29 +14,25 @@ from tests.offload.fuzz.sizes import ROWS, WIDTH, linear
 from tests.offload.fuzz.trips import Trip
 from tests.offload.parameters_outside import ActNorm, Custom, TiedHead
 
-__all__ = ["IDS", "MODELS", "RANDOM", "ROWS", "ROWWISE", "STATEFUL", "WIDTH", "WRITERS", "build"]
 
+class Call(nn.Module):
+    """A function of a layer of its own, and of the input."""
 
-class Tables(nn.Module):
-    """Looks up rows, and passes the whole table on: a parameter itself leaves the layer."""
-
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[Any, Any], Any], layer: nn.Module | None = None) -> None:
         super().__init__()
-        self.table = nn.Embedding(ROWS, WIDTH)
+        self.function, self.layer = function, linear() if layer is None else layer
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self.table(ids), self.table.weight
+    def forward(self, x: Any) -> Any:
+        return self.function(self.layer, x)
 
 
-class OnFirst(nn.Module):
-    """Works on the first of two, passes the second on."""
+def look_up(table: nn.Embedding, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Passes the whole table on: a parameter itself leaves the layer."""
+    return table(ids), table.weight
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
 
-    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return torch.tanh(self.linear(pair[0])), pair[1]
+def on_first(layer: nn.Linear, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.tanh(layer(pair[0])), pair[1]
 
 
 class Queries(nn.Module):
@@ -50,55 +46,30 @@ class Queries(nn.Module):
         return x, self.latent.expand(x.size(0), WIDTH)
 
 
-class Attend(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.linear(pair[0]), pair[1] * 2 + pair[0].tanh()
+def attend(layer: nn.Linear, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return layer(pair[0]), pair[1] * 2 + pair[0].tanh()
 
 
-class Sum(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] + pair[1]
+def summed(_: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+    return pair[0] + pair[1]
 
 
-class WithParameter(nn.Module):
-    """Returns its parameter beside its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.linear(x), self.linear.weight
+def with_parameter(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    return layer(x), layer.weight
 
 
-class Renormed(nn.Module):
+def renormed(layer: nn.Linear, x: Tensor) -> Tensor:
     """Gives its weight another ``.data`` in each forward of training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.linear.weight.data = self.linear.weight.data.renorm(2, 0, 0.5)
-        return self.linear(x)
+    if layer.training:
+        layer.weight.data = layer.weight.data.renorm(2, 0, 0.5)
+    return layer(x)
 
 
-class Clamped(nn.Module):
+def clamped(layer: nn.Linear, x: Tensor) -> Tensor:
     """Writes its own weight in place before using it, in a way that torch counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.7, 0.7)
-        return x @ self.weight
+    with torch.no_grad():
+        layer.weight.clamp_(-0.4, 0.4)
+    return layer(x)
 
 
 class Residual(nn.Sequential):
@@ -112,18 +83,12 @@ class Residual(nn.Sequential):
         return x + self.gain * super().forward(x)
 
 
-class Hooked(nn.Module):
+def hooked(layer: nn.Linear, x: Tensor) -> Tensor:
     """A closure over the detached weight, which a hook uses in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, weight = x @ self.weight, self.weight.detach()
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient + weight.sum())
-        return y
+    y, weight = layer(x), layer.weight.detach()
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient + weight.sum())
+    return y
 
 
 class Routed(nn.Module):
@@ -139,15 +104,10 @@ class Routed(nn.Module):
         return torch.tanh(x @ self.experts[values.index(max(values))])
 
 
-class Branching(nn.Module):
+def branching(layers: nn.ModuleList, x: Tensor) -> Tensor:
     """Another path by ``item()``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = linear(), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) if self.left(x).sum().item() > 0 else torch.tanh(self.right(x))
+    left, right = layers
+    return left(x) if left(x).sum().item() > 0 else torch.tanh(right(x))
 
 
 class Counting(nn.Module):
@@ -164,18 +124,11 @@ class Counting(nn.Module):
         return x * (1 + self.mean.abs())
 
 
-class Recurrent(nn.Module):
+def recurrent(layer: Any, x: Tensor) -> Tensor:
     """Remembers its last output as a plain attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.last: Tensor | float = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(x) + self.last)
-        self.last = y.detach().mean(0)
-        return y
+    y = torch.tanh(layer(x) + getattr(layer, "last", 0.0))
+    layer.last = y.detach().mean(0)
+    return y
 
 
 class OwnGenerator(nn.Module):
@@ -189,50 +142,28 @@ class OwnGenerator(nn.Module):
         return x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
 
 
-class Checkpointing(nn.Module):
+def checkpointing(layer: nn.Linear, x: Tensor) -> Tensor:
     """Recomputes a layer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return torch.tanh(y)
+    return torch.tanh(checkpoint(layer, x, use_reentrant=False))
 
 
-class Double(nn.Module):
+def double(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
     """One tensor twice, at both places of a pair."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.linear(x)
-        return h, h
+    h = layer(x)
+    return h, h
 
 
-class WriteFirst(nn.Module):
+def write_first(_: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
     """Writes the first of a pair in place, and uses the second."""
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        pair[0].mul_(2)
-        return pair[0] + 3 * pair[1]
+    pair[0].mul_(2)
+    return pair[0] + 3 * pair[1]
 
 
-class Auxiliary(nn.Module):
+def auxiliary(layer: Any, x: Tensor) -> Tensor:
     """Leaves a loss of its own as an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.loss: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.loss = y.pow(2).mean()
-        return y
+    y: Tensor = layer(x)
+    layer.loss = y.pow(2).mean()
+    return y
 
 
 class Unused(nn.Module):
@@ -247,27 +178,15 @@ class Unused(nn.Module):
         return self.linear(x)
 
 
-class Single(nn.Module):
+def single(layer: nn.Linear, x: Tensor) -> Tensor:
     """Computes in float32 between layers in float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.float()).double()
+    return layer(x.float()).double()
 
 
-class Nested(nn.Module):
+def nested(layer: nn.Linear, x: Tensor) -> dict[str, Any]:
     """Returns what is nested, with an integer and a constant before what needs a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        y = self.linear(x)
-        return {"best": y.argmax(1), "one": torch.ones(x.size(0)), "pair": (y, [y.sin(), None])}
+    y = layer(x)
+    return {"best": y.argmax(1), "one": torch.ones(x.size(0)), "pair": (y, [y.sin(), None])}
 
 
 def frozen() -> list[nn.Module]:
@@ -290,28 +209,33 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "inplace": lambda: [linear(), nn.ReLU(inplace=True), linear(), nn.LayerNorm(WIDTH), linear()],
     "tied": tied,
     "frozen": frozen,
-    "table": lambda: [Tables(), OnFirst(), OnFirst(), TiedHead()],
-    "queries": lambda: [linear(), Queries(), Attend(), Attend(), Sum(), linear()],
-    "parameter": lambda: [linear(), nn.Tanh(), linear(), WithParameter()],
+    "table": lambda: [Call(look_up, nn.Embedding(ROWS, WIDTH)), Call(on_first), Call(on_first), TiedHead()],
+    "queries": lambda: [linear(), Queries(), Call(attend), Call(attend), Call(summed, nn.Identity()), linear()],
+    "parameter": lambda: [linear(), nn.Tanh(), linear(), Call(with_parameter)],
     "actnorm": lambda: [ActNorm(WIDTH), linear(), ActNorm(WIDTH), linear()],
-    "renormed": lambda: [linear(), Renormed(), linear(), Renormed()],
-    "clamped": lambda: [linear(), Clamped(), linear(), Clamped()],
+    "renormed": lambda: [linear(), Call(renormed), linear(), Call(renormed)],
+    "clamped": lambda: [linear(), Call(clamped), linear(), Call(clamped)],
     "residual": lambda: [linear(), nn.Tanh(), linear()],
     "residual_inside": lambda: [linear(), Residual(linear(), nn.Tanh()), linear(), Residual(linear())],
     "custom": lambda: [Custom(WIDTH), Custom(WIDTH), linear(), Custom(WIDTH)],
-    "closure": lambda: [Hooked(), linear(), Hooked(), nn.Tanh()],
+    "closure": lambda: [Call(hooked), linear(), Call(hooked), nn.Tanh()],
     "routed": lambda: [Routed(), linear(), Routed(), linear()],
-    "branching": lambda: [linear(), Branching(), Branching(), linear()],
+    "branching": lambda: [
+        linear(),
+        Call(branching, nn.ModuleList([linear(), linear()])),
+        Call(branching, nn.ModuleList([linear(), linear()])),
+        linear(),
+    ],
     "counting": lambda: [linear(), Counting(), linear(), Counting(), linear()],
-    "recurrent": lambda: [linear(), Recurrent(), linear()],
+    "recurrent": lambda: [linear(), Call(recurrent), linear()],
     "generator": lambda: [linear(), OwnGenerator(), linear(), OwnGenerator()],
-    "checkpointing": lambda: [linear(), Checkpointing(), Checkpointing()],
-    "double": lambda: [linear(), Double(), WriteFirst(), linear()],
-    "double_output": lambda: [linear(), linear(), Double()],
-    "auxiliary": lambda: [linear(), Auxiliary(), linear(), linear()],
+    "checkpointing": lambda: [linear(), Call(checkpointing), Call(checkpointing)],
+    "double": lambda: [linear(), Call(double), Call(write_first, nn.Identity()), linear()],
+    "double_output": lambda: [linear(), linear(), Call(double)],
+    "auxiliary": lambda: [linear(), Call(auxiliary), linear(), linear()],
     "unused": lambda: [linear(), Unused(), linear(), Unused()],
-    "mixed": lambda: [linear(), Single(), linear(), Single()],
-    "nested": lambda: [linear(), nn.Tanh(), linear(), Nested()],
+    "mixed": lambda: [linear(), Call(single), linear(), Call(single)],
+    "nested": lambda: [linear(), nn.Tanh(), linear(), Call(nested)],
     "spectral": lambda: [linear(), nn.utils.parametrizations.spectral_norm(linear()), linear()],
     "max_norm": lambda: [nn.Embedding(ROWS, WIDTH, max_norm=0.8), linear(), nn.Tanh(), linear()],
 }
@@ -343,6 +267,6 @@ def build(name: str, *, trips: bool = False) -> nn.Module:
     model = (Residual if name == "residual" else nn.Sequential)(*layers)
     model.double()
     for module in model.modules():
-        if isinstance(module, Single):
+        if isinstance(module, Call) and module.function is single:
             module.float()
     return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +12,6 @@ from pipe.nested import map_tensors, tensors_in
 from tests.offload.fuzz.program import Statement
 from tests.offload.fuzz.trips import trip
 from tests.offload.fuzz.world import Live, World
-
-__all__ = [
-    "Backward",
-    "Forward",
-    "Functional",
-    "Grad",
-    "Interrupt",
-    "MutateInput",
-    "MutateOutput",
-    "Penalty",
-]
 
 
 def loss_of(output: Any, kind: str) -> Tensor:
@@ -53,17 +41,10 @@ def forget(world: World, used: list[Live]) -> None:
 def contexts(mode: str, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """What is around a forward of this mode."""
 
-    @contextlib.contextmanager
-    def evaluating() -> Any:
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train()
-
     stack = contextlib.ExitStack()
     if mode.startswith("eval"):
-        stack.enter_context(evaluating())
+        model.eval()
+        stack.callback(model.train)
     if mode in ("no_grad", "eval"):
         stack.enter_context(torch.no_grad())
     if mode == "inference":
@@ -76,7 +57,6 @@ def contexts(mode: str, model: nn.Module) -> contextlib.AbstractContextManager[A
 WITH_GRAPH = "train", "eval_grad", "save_on_cpu"
 
 
-@dataclass(frozen=True, repr=False)
 class Forward(Statement):
     """``y = model(x)`` in a mode.
 
@@ -103,7 +83,6 @@ class Forward(Statement):
         return detached(output), needed if self.mode in WITH_GRAPH else None
 
 
-@dataclass(frozen=True, repr=False)
 class MutateInput(Statement):
     """The batch of the latest forward is written in place, as by a loader that reuses its memory."""
 
@@ -113,7 +92,6 @@ class MutateInput(Statement):
                 world.inputs[-1].mul_(2)
 
 
-@dataclass(frozen=True, repr=False)
 class MutateOutput(Statement):
     """The latest output is written in place before its loss."""
 
@@ -124,7 +102,6 @@ class MutateOutput(Statement):
                     leaf.mul_(2)
 
 
-@dataclass(frozen=True, repr=False)
 class Backward(Statement):
     """``loss.backward()`` of some of the outputs that wait; the latest is number 0."""
 
@@ -158,7 +135,6 @@ def targets(world: World, used: list[Live], which: str | None) -> list[Tensor] |
     return {"all": trainable, "first": trainable[:1], "last": trainable[-1:]}[which]
 
 
-@dataclass(frozen=True, repr=False)
 class Grad(Statement):
     """``torch.autograd.grad(loss, ..., allow_unused=True)`` of "all", "first" or "last" parameters, or of "x"."""
 
@@ -180,7 +156,6 @@ class Grad(Statement):
         return detached(list(found))
 
 
-@dataclass(frozen=True, repr=False)
 class Penalty(Statement):
     """A gradient penalty: on the gradient of "x", of "all" parameters, or on ``.grad`` after ``create_graph``."""
 
@@ -211,7 +186,6 @@ class Penalty(Statement):
         return total.detach(), detached(found)
 
 
-@dataclass(frozen=True, repr=False)
 class Functional(Statement):
     """What ``torch.func`` and ``torch.autograd.functional`` do with a model."""
 
@@ -250,7 +224,6 @@ class Functional(Statement):
         return torch.func.grad(f)(x)
 
 
-@dataclass(frozen=True, repr=False)
 class Interrupt(Statement):
     """Ctrl-C in a layer, in a forward or a backward; the loop goes on with a new step."""
 

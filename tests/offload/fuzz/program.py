@@ -7,12 +7,10 @@ does the same to two worlds, the plain model's and ours; what it returns is comp
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, dataclass_transform
 
 if TYPE_CHECKING:
     from tests.offload.fuzz.world import World
-
-__all__ = ["Program", "Setup", "Statement", "brief"]
 
 
 def brief(value: Any) -> str:
@@ -60,9 +58,12 @@ class Setup:
     __repr__ = brief
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass_transform(frozen_default=True)
 class Statement:
-    """One statement of a loop. Fields have defaults, the simplest value, which shrinking tries first."""
+    """One statement of a loop, a dataclass. Fields have defaults, the simplest value, which shrinking tries first."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, repr=False)(cls)
 
     def run(self, world: World) -> Any:
         """Does it in one world; returns what a user gets to see."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["ROWS", "WIDTH", "linear"]
-
 WIDTH = 4
 ROWS = 12  # of tables
 

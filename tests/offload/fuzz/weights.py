@@ -7,9 +7,10 @@ import copy
 import gc
 import io
 import pickle
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
@@ -17,24 +18,10 @@ from torch.nn.utils.weight_norm import weight_norm
 
 from offload import OffloadModel, load_checkpoint, save_checkpoint
 from offload.streaming.moves import HomeInUseError
-from tests.offload.fuzz.models import WIDTH, build
+from tests.offload.fuzz.models import build
 from tests.offload.fuzz.program import Statement
+from tests.offload.fuzz.sizes import WIDTH
 from tests.offload.fuzz.world import World, deep_copied
-
-__all__ = [
-    "Average",
-    "Checkpoint",
-    "Copy",
-    "Freeze",
-    "KeepInMemory",
-    "LoadState",
-    "Reopen",
-    "SaveState",
-    "SetBuffer",
-    "SetMode",
-    "Swap",
-    "Write",
-]
 
 
 def values(like: Tensor, seed: int) -> Tensor:
@@ -43,7 +30,17 @@ def values(like: Tensor, seed: int) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype) * 0.5
 
 
-@dataclass(frozen=True, repr=False)
+#: What a write does with a parameter and new numbers.
+WRITES: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
+    "data": lambda p, v: setattr(p, "data", v),
+    "data_copy": lambda p, v: p.data.copy_(v),
+    "data_mul": lambda p, v: p.data.mul_(0.9),
+    "numpy": lambda p, v: np.copyto(p.detach().numpy(), v.numpy()),
+    "set": lambda p, v: p.set_(v),  # type: ignore[call-overload]
+    "in_place": lambda p, v: p.copy_(v),
+}
+
+
 class Write(Statement):
     """Weights are written by the user.
 
@@ -75,25 +72,11 @@ class Write(Statement):
                     p.data, other.data = other.data, p.data
                     return
             return
-        for k, p in enumerate(chosen):
-            v = values(p, self.seed + k)
-            if self.how == "data":
-                p.data = v
-            elif self.how == "data_copy":
-                p.data.copy_(v)
-            elif self.how == "data_mul":
-                p.data *= 0.9
-            elif self.how == "numpy":
-                p.detach().numpy()[...] = v.numpy()
-            elif self.how == "set":
-                with torch.no_grad():
-                    p.set_(v)
-            else:
-                with torch.no_grad():
-                    p.copy_(v)
+        with torch.no_grad():
+            for k, p in enumerate(chosen):
+                WRITES[self.how](p, values(p, self.seed + k))
 
 
-@dataclass(frozen=True, repr=False)
 class Average(Statement):
     """An average of the weights over a list of references: "update" it, or "swap" it with them."""
 
@@ -115,7 +98,6 @@ class Average(Statement):
         return [average.clone() for average in world.average]
 
 
-@dataclass(frozen=True, repr=False)
 class SaveState(Statement):
     """``state_dict()`` of model and optimizer: references, deep copies ("clone") or through a file ("file")."""
 
@@ -134,7 +116,6 @@ class SaveState(Statement):
         world.states.append(saved)
 
 
-@dataclass(frozen=True, repr=False)
 class LoadState(Statement):
     """The latest saved state, or new numbers if there is none."""
 
@@ -154,7 +135,6 @@ class LoadState(Statement):
             world.optimizer.load_state_dict(copy.deepcopy(saved))
 
 
-@dataclass(frozen=True, repr=False)
 class Checkpoint(Statement):
     """``save_checkpoint``, or ``load_checkpoint`` of the latest."""
 
@@ -169,7 +149,6 @@ class Checkpoint(Statement):
             load_checkpoint(folder, world.model, world.optimizer)
 
 
-@dataclass(frozen=True, repr=False)
 class Copy(Statement):
     """A "deepcopy" or "pickle" of the model, which takes its place, or is kept beside it."""
 
@@ -191,7 +170,6 @@ class Copy(Statement):
         world.live.clear()
 
 
-@dataclass(frozen=True, repr=False)
 class Reopen(Statement):
     """The script ends, and another takes its weights up: a home that is kept is closed and adopted."""
 
@@ -228,7 +206,13 @@ class Adapter(nn.Module):
         return self.base(x) + x @ self.down.t() @ self.up.t()
 
 
-@dataclass(frozen=True, repr=False)
+NORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "old_weight_norm": weight_norm,
+}
+
+
 class Swap(Statement):
     """A linear layer is replaced or rebuilt after the model was wrapped.
 
@@ -250,18 +234,10 @@ class Swap(Statement):
             new = nn.Linear(WIDTH, WIDTH).double()
             new.load_state_dict({key: values(v, self.seed) for key, v in new.state_dict().items()})
             setattr(parent, name, new) if parent is not world.model else parent._modules.update({name: new})
-        elif self.how == "lora":
-            parent._modules[name] = Adapter(layer, self.seed)
-        elif self.how == "remove":
-            parent._modules[name] = nn.Identity()
+        elif self.how in ("lora", "remove"):
+            parent._modules[name] = Adapter(layer, self.seed) if self.how == "lora" else nn.Identity()
         elif self.how == "parameter":
             layer.weight = nn.Parameter(values(layer.weight, self.seed))
-        elif self.how == "weight_norm":
-            parametrizations.weight_norm(layer)
-        elif self.how == "spectral_norm":
-            parametrizations.spectral_norm(layer)
-        elif self.how == "old_weight_norm":
-            weight_norm(layer)
         elif self.how == "tie":
             other, key = found[(self.at + 1) % len(found)]
             layer.weight = other._modules[key].weight  # type: ignore[union-attr]
@@ -270,10 +246,11 @@ class Swap(Statement):
         elif self.how == "forward":
             call = layer.forward
             layer.forward = lambda x: call(x) * 0.5
+        else:
+            NORMS[self.how](layer)
         return None
 
 
-@dataclass(frozen=True, repr=False)
 class Freeze(Statement):
     """``requires_grad_`` of one parameter, or of all."""
 
@@ -285,7 +262,6 @@ class Freeze(Statement):
             p.requires_grad_(self.on)
 
 
-@dataclass(frozen=True, repr=False)
 class SetMode(Statement):
     """``train()`` or ``eval()``, of the model or of one layer."""
 
@@ -298,7 +274,6 @@ class SetMode(Statement):
         module.train(self.train)
 
 
-@dataclass(frozen=True, repr=False)
 class SetBuffer(Statement):
     """Buffers are written in place, or replaced."""
 
@@ -315,7 +290,6 @@ class SetBuffer(Statement):
                     buffer.mul_(0.5)
 
 
-@dataclass(frozen=True, repr=False)
 class KeepInMemory(Statement):
     """Other shards rest in memory from now on, and are used in place there."""
 

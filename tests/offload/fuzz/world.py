@@ -19,10 +19,9 @@ from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.blocks.find import find_blocks
 from pipe.nested import tensors_in
 from tests.offload.fuzz.blocks import LISTS
-from tests.offload.fuzz.models import IDS, ROWS, WIDTH, build
+from tests.offload.fuzz.models import IDS, build
 from tests.offload.fuzz.program import Setup
-
-__all__ = ["OPTIMIZERS", "Live", "World"]
+from tests.offload.fuzz.sizes import ROWS, WIDTH
 
 
 class Averaging(torch.optim.SGD):
@@ -228,31 +227,21 @@ class World:
         found["generator.python"] = repr(self._generators[1])
         if not closely:
             return found
-        for name, parameter in self.model.named_parameters():
-            found[f"parameter.{name}"] = parameter.detach()
-            found[f"gradient.{name}"] = None if parameter.grad is None else parameter.grad.detach()
-            found[f"requires_grad.{name}"] = parameter.requires_grad
-        for name, buffer in self.model.named_buffers():
-            found[f"buffer.{name}"] = buffer
-        for name, value in self.model.state_dict().items():
-            found[f"state_dict.{name}"] = value
+        model, saved = self.model, self.optimizer.state_dict()
+        for name, p in model.named_parameters():
+            found[f"parameter.{name}"] = p.detach()
+            found[f"gradient.{name}"] = None if p.grad is None else p.grad.detach()
+            found[f"requires_grad.{name}"] = p.requires_grad
+        found |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers()}
+        found |= {f"state_dict.{name}": value for name, value in model.state_dict().items()}
         for k, x in enumerate(self.inputs):
-            found[f"input.{k}"] = x.detach()
-            found[f"input gradient.{k}"] = x.grad
-        saved = self.optimizer.state_dict()
-        for number, state in saved["state"].items():
-            for name, value in state.items():
-                found[f"optimizer.{number}.{name}"] = value
-        for number, group in enumerate(saved["param_groups"]):
-            for name, value in group.items():
-                found[f"group.{number}.{name}"] = value
-        for k, (name, tensor) in enumerate(self.kept):
-            found[f"kept.{k}.{name}"] = tensor.detach()
+            found[f"input.{k}"], found[f"input gradient.{k}"] = x.detach(), x.grad
+        found |= {f"optimizer.{k}.{name}": x for k, state in saved["state"].items() for name, x in state.items()}
+        found |= {f"group.{k}.{n}": x for k, group in enumerate(saved["param_groups"]) for n, x in group.items()}
+        found |= {f"kept.{k}.{name}": tensor.detach() for k, (name, tensor) in enumerate(self.kept)}
         for k, side in enumerate(self.sides):
-            for name, parameter in side.named_parameters():
-                found[f"copy.{k}.{name}"] = parameter.detach()
-        for k, average in enumerate(self.average):
-            found[f"average.{k}"] = average
+            found |= {f"copy.{k}.{name}": parameter.detach() for name, parameter in side.named_parameters()}
+        found |= {f"average.{k}": average for k, average in enumerate(self.average)}
         return found
 
     def snapshot(self) -> dict[str, Tensor | None]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from offload import OffloadModel, OffloadOptimizer
 from offload.mesh.ranks import Transport
-from tests.offload.mesh.models import Encoder, batch, batches, build, loss_of
+from tests.offload.mesh.world import Encoder, batch, batches, build, loss_of
 
 
 def trained(model: Any, optimizer: Any, steps: list[Tensor], rank: int, ranks: int) -> tuple[Tensor, list[Tensor]]:

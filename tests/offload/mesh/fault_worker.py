@@ -1,4 +1,4 @@
-"""Ranks of which one fails, in forked children of one process: ``python -m tests.offload.mesh.fault_worker FOLDER``.
+"""Ranks of which one fails, in forked children of one process.
 
 Prints for each way to fail what each call of each rank raised.
 """
@@ -90,8 +90,8 @@ def run(rank: int, way: str, folder: Path, others_end: int) -> list[str]:
     return raised
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(name: str) -> None:
+    folder = Path(name)
     torch.set_num_threads(1)
     started = {}
     for way, (ranks, _) in WAYS.items():
@@ -110,7 +110,3 @@ def main() -> None:
         os.close(writing)
         started[way] = children
     print(json.dumps({way: [child.result() for child in children] for way, children in started.items()}))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["Child", "check_claims", "fork"]
+__all__ = ["Child", "check_claims", "fork", "main"]
 
 
 class Child:
@@ -71,6 +72,16 @@ def check_claims(stages: Iterable[tuple[int, Mapping[str, Callable[[], None]]]],
             assert all(status == 0 for status, _ in ended), name
             found[name] = found.get(name, "") + "".join(how for _, how in ended)
     return found
+
+
+def main(folder: str, *workers: str) -> None:
+    """Prints how the claims of the ``stages(folder)`` of these modules are broken, by module."""
+    torch.set_num_threads(1)
+    modules = {name: importlib.import_module(f"tests.offload.mesh.{name}") for name in workers}
+    places = {name: Path(folder) / name for name in workers}
+    for place in places.values():
+        place.mkdir()
+    print(json.dumps({name: check_claims(modules[name].stages(place), place) for name, place in places.items()}))
 
 
 def _how_broken(ranks: int, store: Path, claim: Callable[[], None], rank: int) -> str:

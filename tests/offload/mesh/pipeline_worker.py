@@ -1,12 +1,7 @@
-"""``docs/examples/pipeline_over_processes.py`` in forked ranks of one process, compared with the plain model.
-
-Run as ``python -m tests.offload.mesh.pipeline_worker FOLDER``; prints the claims that do not hold, by claim.
-"""
+"""``docs/examples/pipeline_over_processes.py`` in forked ranks of one process, compared with the plain model."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from offload import OffloadModel, OffloadOptimizer
 from tests.examples import load_example
-from tests.offload.mesh.forked import check_claims
 
 EXAMPLE = "pipeline_over_processes"
 
@@ -98,20 +92,11 @@ def zero_bubble_is_right() -> None:
     assert_equal_gradients(models, 4)
 
 
-CLAIMS: dict[int, dict[str, Callable[[], None]]] = {
-    2: {
+def stages(folder: Path) -> list[tuple[int, dict[str, Callable[[], None]]]]:
+    """By the number of ranks."""
+    by_two: dict[str, Callable[[], None]] = {
         "training_by_1f1b": partial(trains_as_the_plain_model, 1),
         "training_by_interleaved_1f1b": partial(trains_as_the_plain_model, 2),
         "zero_bubble": zero_bubble_is_right,
-    },
-    4: {"sharded_stages": stages_are_sharded_over_a_mesh},
-}
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    print(json.dumps(check_claims(CLAIMS.items(), Path(sys.argv[1]))))
-
-
-if __name__ == "__main__":
-    main()
+    }
+    return [(2, by_two), (4, {"sharded_stages": stages_are_sharded_over_a_mesh})]

@@ -1,5 +1,5 @@
 """Ranks that train by ``docs/examples/resume_after_faults.py``, of which one is killed at a given event, and that are
-started again: ``python -m tests.offload.mesh.restart_worker --help``.
+started again.
 
 An event is the n-th of a kind on one rank, counted over its threads. The others must end with an error, which names the
 killed rank where it is of a collective of the model. Then all are started again, perhaps in another number. The
@@ -8,7 +8,6 @@ losses that ranks have reported in the end must be those of a run without a kill
 
 from __future__ import annotations
 
-import argparse
 import collections
 import itertools
 import json
@@ -98,39 +97,34 @@ def losses_of(folder: Path) -> list[tuple[int, float]]:
     return [(int(step), float(loss)) for step, loss in map(str.split, lines)]
 
 
-def main() -> None:
+def main(name: str, kills: int | str, seed: int | str = 0, steps: int = 5) -> None:
     """Prints how many ranks were killed at which kinds of events, and what the others said."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=5)
-    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # imports what every child would otherwise import for itself
-    draw, home = random.Random(options.seed), f"{options.folder}/homes"
-    how = {"steps": options.steps, "home": home}
-    undisturbed = options.folder / "undisturbed"
+    path, kills = Path(name), int(kills)
+    draw, home = random.Random(int(seed)), f"{path}/homes"
+    how = {"steps": steps, "home": home}
+    undisturbed = path / "undisturbed"
     undisturbed.mkdir(parents=True, exist_ok=True)
-    results = run(2, -1, None, options.folder / "store", folder=undisturbed, **how)
+    results = run(2, -1, None, path / "store", folder=undisturbed, **how)
     assert [(status, result[1]) for status, result in results] == [(0, "")] * 2, results
     counts = [result[0] for _, result in results]
     expected = dict(losses_of(undisturbed))
-    assert sorted(expected) == list(range(options.steps))
+    assert sorted(expected) == list(range(steps))
     kinds = itertools.cycle(draw.sample(KINDS, len(KINDS)))
     killed, errors = collections.Counter[str](), collections.Counter[str]()
     worst = 0.0
     for number in itertools.count():
-        if killed.total() >= options.kills:
+        if killed.total() >= kills:
             break
-        folder = options.folder / f"round{number}"
+        folder = path / f"round{number}"
         folder.mkdir()
         for attempt in itertools.count():
             ranks, kind, rank = draw.randint(2, 3), next(kinds), draw.randint(0, 1)
             fatal = None
-            if killed.total() < options.kills and kind in counts[rank]:
+            if killed.total() < kills and kind in counts[rank]:
                 fatal = kind, draw.randint(1, counts[rank][kind])
-            elif killed.total() >= options.kills:
+            elif killed.total() >= kills:
                 ranks = draw.randint(1, 3)
             how["home"] = home if kind in ("read", "write") else draw.choice(["cpu", home])
             results = run(ranks, rank, fatal, folder / f"store{attempt}", folder=folder, **how)
@@ -160,4 +154,4 @@ def kind_of(error: str, killed: int, what: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

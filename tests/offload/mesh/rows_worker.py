@@ -1,13 +1,8 @@
-"""``OffloadEmbeddingBag`` with rows dealt to ranks beside one process on the batches of all, in forked children.
-
-Run as ``python -m tests.offload.mesh.rows_worker FOLDER``; prints the claims that do not hold, by claim.
-"""
+"""``OffloadEmbeddingBag`` with rows dealt to ranks beside one process on the batches of all, in forked children."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,15 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from gradcache import GradCache
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from offload import OffloadEmbeddingBag, RowWiseAdagrad
 from pipe.train import TrainPipelineSparseDist
-from tests.offload.mesh.forked import check_claims
 from tests.offload.mesh.world import whole
 
 #: No number of ranks divides them.
@@ -187,43 +179,8 @@ def gradcache_trains_a_tower_that_has_one(folder: Path) -> None:
     torch.testing.assert_close(ours[1].weight.grad, theirs[1].weight.grad)
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def pair_for(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    bag = OffloadEmbeddingBag(ROWS, DIM, "sum", mesh=mesh_of_all())
-    optimizer = OPTIMIZERS[name](bag.parameters())
-    if name != "rowwise":
-        bag.check_optimizer(optimizer)
-    return bag, optimizer
-
-
-def states_of(bag: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(bag, optimizer), strict=True))
-
-
-def write(folder: Path, name: str) -> None:
-    bag, optimizer = pair_for(name, 0)
-    train(bag, optimizer, torch.stack([mine(batch) for batch in batches()[:2]]))
-    state_dict_saver.save(states_of(bag, optimizer), checkpoint_id=folder / name)
-
-
-def read(folder: Path, name: str) -> None:
-    """The next step is that of a run which was not interrupted."""
-    bag, optimizer = pair_for(name, 5)
-    states = states_of(bag, optimizer)
-    state_dict_loader.load(states, checkpoint_id=folder / name)
-    set_state_dict(bag, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-    train(bag, optimizer, mine(batches()[2])[None])
-    torch.manual_seed(0)
-    theirs = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True)
-    train(theirs, OPTIMIZERS[name](theirs.parameters()), batches())
-    torch.testing.assert_close(table_of(bag), theirs.weight.detach(), atol=1e-6, rtol=1e-6)
-
-
-def claims(folder: Path) -> list[tuple[int, dict[str, Callable[[], None]]]]:
-    """By the number of ranks, in their order."""
+def stages(folder: Path) -> list[tuple[int, dict[str, Callable[[], None]]]]:
+    warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
     each = (
         it_trains_as_one_process,
         gradients_of_all_arguments_are_those_of_one_process,
@@ -232,20 +189,4 @@ def claims(folder: Path) -> list[tuple[int, dict[str, Callable[[], None]]]]:
         gradcache_trains_a_tower_that_has_one,
     )
     by_two: dict[str, Callable[[], None]] = {claim.__name__: partial(claim, folder) for claim in each}
-    # Those of torch for sparse gradients have no states that DCP could fill before a step.
-    names = ("adagrad", "rowwise")
-    by_two |= {f"{name}, written by two": partial(write, folder, name) for name in names}
-    by_three = {f"{name}, read by three": partial(read, folder, name) for name in names}
-    alone = {f"{name}, read by one process": partial(read, folder, name) for name in names}
-    return [(2, by_two), (3, by_three), (1, alone)]
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
-    folder = Path(sys.argv[1])
-    print(json.dumps(check_claims(claims(folder), folder)))
-
-
-if __name__ == "__main__":
-    main()
+    return [(2, by_two)]

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_ranks_on_gpus_train_as_one_model_on_all_rows(tmp_path: Path) -> None:
-    """Twin: test_mesh.py::test_with_the_collectives_of_a_device; of its streams: test_transport.py."""
+    """Twin: the claims "device" of test_mesh.py; of its streams: test_transport.py."""
     ranks = min(4, 1 << (torch.cuda.device_count().bit_length() - 1))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     command += ["tests.offload.mesh.device_worker", str(tmp_path)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan
 
@@ -24,7 +24,13 @@ class PlanError(ValueError):
         self.position = position
 
 
-def validate(plan: Plan) -> None:
+def plan_of(text: str, slots: int, pending: Iterable[int] = ()) -> Plan:
+    """Reads what ``str(plan)`` wrote."""
+    words = [(Kind(word[0]), *map(int, word[1:].split("."))) for word in text.split()]
+    return Plan(tuple(Action(*word) for word in words), slots, pending=frozenset(pending))
+
+
+def validate(plan: Plan, *, clips: bool = False) -> None:
     """Checks that a plan can run.
 
     Each cell has its shard and its input in memory; slots suffice; each gradient is drained once. A shard is updated at
@@ -35,7 +41,7 @@ def validate(plan: Plan) -> None:
     Raises:
         PlanError: at the first action that breaks one of these.
     """
-    proof = _Proof(plan)
+    proof = _Proof(plan, clips=clips)
     for position, action in enumerate(plan.actions):
         perform = proof.move_shard if action.microbatch is None else proof.run if action.kind in CELLS else proof.move
         for broken, reason in perform(action, position):
@@ -51,13 +57,12 @@ class _Proof:
     Each method yields (whether a rule is broken, the reason) for the rules of an action, and then performs it.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, clips: bool) -> None:
         if len(plan.resident) > plan.slots:
             raise PlanError(plan, 0, f"{len(plan.resident)} shards are resident in {plan.slots} slots")
         if plan.resident & plan.in_memory:
             raise PlanError(plan, 0, f"shards {sorted(plan.resident & plan.in_memory)} are in slots and in memory")
-        self._slots, self._clips, self._in_memory = plan.slots, plan.clips, plan.in_memory
-        self._grows = plan.grows
+        self._slots, self._clips, self._in_memory = plan.slots, clips, plan.in_memory
         self._last_drain = max((k for k, action in enumerate(plan.actions) if action.kind is Kind.DRAIN), default=-1)
         self._there = set(plan.resident)
         self._pending, self._drained, self._stale = set(plan.pending), set[int](), set[int]()
@@ -117,8 +122,7 @@ class _Proof:
             # What would write other weights when it is recomputed runs once more, to keep its graph.
             yield kept is not None and (kept or not keeps), f"cell {action} runs twice"
             self._forward[cell] = keeps
-            if self._grows:
-                self._written.discard(cell)
+            self._written.discard(cell)  # which a cell may add to
         missing = kind is not Kind.BACKWARD_KEPT and cell in self._away
         yield missing, f"the boundary that enters cell {name} is not in memory"
 

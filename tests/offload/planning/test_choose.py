@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from offload.planning.choose import NothingFitsError, choose, least_bytes, predict
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
-from offload.planning.planner import Updates
-from offload.planning.step_model import Choice, Costs, Given, StepModel
+from offload.planning.step_model import Choice, Costs, Given, StepModel, Updates
 from tests.offload.planning.proof import validate
 
 MIB = 1 << 20
@@ -39,13 +38,13 @@ def model_of(
         shards=shards,
         first=0,
         costs=Costs(
-            load=[load] * shards,
             forward=[forward] * shards,
             backward=[3 * forward] * shards,
             kept_backward=[2 * forward] * shards,
-            drain=[load] * shards,
-            update=[update] * shards,
-            boundary=[0.001] * (shards + 1),
+            load=load / weights,
+            drain=load / weights,
+            update=update / weights,
+            boundary=0.001 / (2 * MIB),
         ),
         slot_bytes=[weights] * shards,
         loaded_bytes=[weights] * shards,
@@ -56,7 +55,7 @@ def model_of(
         recomputed=profiles,
         kept=profiles,
         transfer_bytes=3 * MIB,
-        updates=Updates(pending=frozenset(range(shards)), updates=False, clips=True),
+        updates=Updates(pending=frozenset(range(shards))),
         resting_bytes=dict.fromkeys(range(shards), 3 * weights),
         gradients_wait=True,
     )
@@ -117,7 +116,7 @@ def test_with_enough_memory_nothing_is_loaded_and_nothing_recomputed() -> None:
 
 def on_a_device(model: StepModel, host_bytes: int) -> StepModel:
     """The same beside host memory of its own, where gradients wait, and are copied to."""
-    costs = replace(model.costs, waiting_drain=[0.001] * model.shards)
+    costs = replace(model.costs, drain_to_memory=0.001 / (20 * MIB))
     return replace(model, costs=costs, resting_bytes={}, host_bytes=host_bytes)
 
 
@@ -152,7 +151,6 @@ def test_nothing_fits_says_the_least_that_works() -> None:
         choose(model, least - 1)
 
 
-# Next to the least, memory does not always grow with the bytes of boundaries.
 def lines_run(work: Callable[[], object]) -> int:
     """Lines of Python that a function runs, also in the functions that it calls."""
     count = 0

@@ -137,13 +137,12 @@ def test_the_gradients_of_a_home_in_host_memory_are_counted_once(monkeypatch: py
     step(model, x)
     estimate, slot = model.estimate(4), model._homes.streamer.slot_bytes
     boundary = 4 * WIDTH * 4
-    # At the end of forward, and the output's gradient; then each cell of backward uses up as much as it makes.
-    assert estimate.peak_bytes["device"] == 2 * slot + (DEPTH - 1) * boundary + boundary
-    assert model.statistics().peak_device_bytes <= estimate.peak_bytes["device"]
     weights = sum(p.numel() * 4 for p in model.parameters())
-    assert estimate.peak_bytes["host"] == 2 * weights
+    assert estimate.home_bytes == 2 * weights
     # Beside slots and homes: gradients, activations of one cell, the boundaries that are left, an output.
-    assert estimate.memory_bytes < 2 * slot + 2 * weights + estimate.activation_bytes + 10 * boundary
+    activations = 4 * (2 + WIDTH + 4 * 4 * WIDTH) * 4
+    assert model.statistics().peak_device_bytes < estimate.memory_bytes
+    assert estimate.memory_bytes < 2 * slot + 2 * weights + activations + 10 * boundary
 
 
 def test_a_tied_weight_is_stored_once() -> None:
@@ -151,7 +150,7 @@ def test_a_tied_weight_is_stored_once() -> None:
     second.widen.weight = first.widen.weight
     model = OffloadModel(nn.Sequential(first, second), "cpu", num_slices=2, checkpoint_activation=True)
     step(model, torch.randn(2, WIDTH))
-    assert model.estimate(2).peak_bytes["host"] == 2 * sum(p.numel() * 4 for p in model.parameters())
+    assert model.estimate(2).home_bytes == 2 * sum(p.numel() * 4 for p in model.parameters())
 
 
 def test_backward_frees_saved_activations_one_by_one(home: str) -> None:
@@ -175,33 +174,22 @@ def test_backward_frees_saved_activations_one_by_one(home: str) -> None:
     assert alive == list(range(DEPTH, 0, -1))
 
 
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_a_backward_that_failed_midway_is_refused_the_second_time(home: str, checkpoint: bool) -> None:
+@pytest.mark.parametrize(("checkpoint", "retains"), [(True, False), (False, False), (True, True)])
+def test_a_backward_that_failed_midway_is_refused_the_second_time_unless_its_graph_was_retained(
+    home: str, checkpoint: bool, retains: bool
+) -> None:
     blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
     model = OffloadModel(blocks, "cpu", home, num_slices=DEPTH, checkpoint_activation=checkpoint)
     x, failing = torch.randn(3, WIDTH), [True]
     list(model.children())[1].register_forward_hook(lambda block, args, output: _Failing.apply(output, failing))
     loss = model(x).sum()
     with pytest.raises(ValueError, match="on purpose"):
-        loss.backward()
+        loss.backward(retain_graph=retains)
     failing.clear()
-    with pytest.raises(RuntimeError, match="a second time"):
-        loss.backward()
-    model.zero_grad()
-    model(x).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_retained_backward_that_failed_can_be_tried_again(home: str) -> None:
-    model = OffloadModel(
-        nn.Sequential(*(Block() for _ in range(DEPTH))), "cpu", home, checkpoint_activation=True, num_slices=3
-    )
-    failing = [True]
-    list(model.children())[1].register_forward_hook(lambda block, args, output: _Failing.apply(output, failing))
-    loss = model(torch.randn(3, WIDTH)).sum()
-    with pytest.raises(ValueError, match="on purpose"):
-        loss.backward(retain_graph=True)
-    failing.clear()
+    if not retains:
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+        loss = model(x).sum()
     model.zero_grad()
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())

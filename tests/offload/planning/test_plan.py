@@ -1,17 +1,28 @@
-"""The plan is data: it prints, parses, is proved and simulated without a tensor in sight."""
+"""The plan is data: it prints, is proved and simulated without a tensor in sight."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.planning.plan import CELLS, Kind, Plan
-from offload.planning.planner import plan_step
-from offload.planning.residency import Residency
-from offload.planning.simulate import simulate
-from offload.planning.step_model import Choice, Costs
-from tests.offload.planning.proof import PlanError, validate
+from offload.planning.planner import plan_step, simulate
+from offload.planning.step_model import MOVING, Choice, Costs, StepModel, Updates
+from tests.offload.planning.proof import PlanError, plan_of, validate
+
+
+def model_of(shards: int, microbatches: int = 1, **more: Any) -> StepModel:
+    each = [1.0] * shards
+    costs = Costs(forward=each, backward=each, kept_backward=each, load=1.0, drain=1.0, update=1.0, boundary=1.0)
+    sizes: Any = {name: [1] * shards for name in ("slot_bytes", "loaded_bytes", "gradient_bytes")}
+    return StepModel(shards=shards, costs=costs, rows=[1] * microbatches, **sizes, **more)
+
+
+def plan(shards: int, slots: int, microbatches: int = 1) -> Plan:
+    return plan_step(model_of(shards, microbatches), Choice(slots))
 
 
 @given(
@@ -21,36 +32,37 @@ from tests.offload.planning.proof import PlanError, validate
     training=st.booleans(),
     pending=st.sets(st.integers(0, 11)),
     in_memory=st.sets(st.integers(0, 11)),
-    updates=st.booleans(),
+    in_backward=st.booleans(),
+    fills=st.booleans(),
 )
-def test_every_plan_is_valid_prints_and_parses(
-    shards: int, slots: int, microbatches: int, training: bool, pending: set[int], in_memory: set[int], updates: bool
+def test_every_plan_is_valid_and_prints(
+    shards: int,
+    slots: int,
+    microbatches: int,
+    training: bool,
+    pending: set[int],
+    in_memory: set[int],
+    in_backward: bool,
+    fills: bool,
 ) -> None:
     pending &= set(range(shards))
-    in_memory &= set(range(shards))
-    slots = min(slots, shards - len(in_memory))
-    plan = plan_step(
-        shards,
-        slots=slots,
-        microbatches=microbatches,
-        training=training,
-        in_memory=in_memory,
-        pending=pending,
-        updates=updates,
-        clips=not updates,
-    )
-    validate(plan)
-    assert Plan.parse(str(plan), slots, pending=pending, clips=not updates, in_memory=in_memory) == plan
+    choice = Choice(min(slots, shards - len(in_memory & {*range(shards)})), frozenset(in_memory & {*range(shards)}))
+    updates, first = Updates(frozenset(pending), in_backward), 0 if training else shards
+    model = model_of(shards, microbatches, first=first, updates=updates, updates_fill_slots=fills)
+    plan = plan_step(model, choice)
+    validate(plan, clips=not in_backward)
+    assert plan_of(str(plan), choice.slots).actions == plan.actions
     assert in_memory.isdisjoint(a.shard for a in plan.actions if a.kind in (Kind.LOAD, Kind.EVICT))
-    simulate(plan, costs(shards, load=1.0, cell=1.0, drain=1.0), Choice(slots, frozenset(in_memory)))
+    predicted = simulate(plan, model, choice)
+    assert predicted.seconds >= predicted.compute_seconds == shards * microbatches * (1 + training)
     updated = {kind: sorted(a.shard for a in plan.actions if a.kind is kind) for kind in Kind}
     assert updated[Kind.UPDATE] == sorted(pending)
-    assert updated[Kind.UPDATE_IN_BACKWARD] == (list(range(shards)) if updates and training else [])
+    assert updated[Kind.UPDATE_IN_BACKWARD] == (list(range(shards)) if in_backward and training else [])
 
 
 @given(shards=st.integers(1, 30), slots=st.integers(2, 12), microbatches=st.integers(1, 3))
 def test_spare_slots_are_a_cache(shards: int, slots: int, microbatches: int) -> None:
-    loads = plan_step(shards, slots=slots, microbatches=microbatches).loads
+    loads = plan(shards, slots, microbatches).loads
     assert len(loads) <= max(shards, 2 * shards - (slots - 1))
     assert max(loads.count(j) for j in range(shards)) <= 2
     if slots >= shards:
@@ -78,49 +90,34 @@ def optimal_loads(uses: list[int], slots: int) -> int:
 @given(shards=st.integers(1, 6), slots=st.integers(1, 6))
 def test_no_plan_loads_less(shards: int, slots: int) -> None:
     uses = [*range(shards), *range(shards - 1, -1, -1)]
-    assert len(plan_step(shards, slots=slots).loads) == optimal_loads(uses, slots)
-
-
-@pytest.mark.parametrize(
-    ("text", "slots", "reason"),
-    [
-        ("F0.0", 2, "not resident"),
-        ("L0 L1 L2", 2, "all 2 slots are taken"),
-        ("L0 F0.0 F0.0", 2, "runs twice"),
-        ("L0 B0.0", 2, "never drained"),
-        ("L0 B0.0 D0 D0", 2, "no gradients to drain"),
-        ("L0 B0.0 D0 U0", 2, "no pending update"),
-        ("L0 B0.0 V0 D0", 2, "no drained gradients"),
-        ("L0 B0.0 D0 V0 F0.0", 2, "updated since it was loaded"),
-        ("L0 K0.0 B0.0 D0", 2, "recomputed though its graph was kept"),
-        ("L0 F0.0 G0.0 D0", 2, "was not kept"),
-        ("L0 L1 F0.0 S1.0 F1.0", 2, "boundary that enters cell 1.0 is not in memory"),
-        ("L0 L1 F0.0 S1.0 P1.0 S1.0", 2, "boundary 1.0 is written out twice"),
-        ("L0 L1 F0.0 P1.0", 2, "boundary 1.0 is read back while it is in memory"),
-    ],
-)
-def test_a_plan_that_cannot_run_is_refused_with_an_arrow(text: str, slots: int, reason: str) -> None:
-    with pytest.raises(PlanError, match=reason) as caught:
-        validate(Plan.parse(text, slots))
-    assert "-->" in str(caught.value)
+    assert len(plan(shards, slots).loads) == optimal_loads(uses, slots)
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ("F0.0", "not resident"),
+        ("L0 L1 L2", "all 2 slots are taken"),
+        ("L0 F0.0 F0.0", "runs twice"),
+        ("L0 B0.0", "never drained"),
+        ("L0 B0.0 D0 D0", "no gradients to drain"),
+        ("L1 U1", "no pending update"),
+        ("L1 B1.0 V1 D1", "no drained gradients"),
+        ("L1 B1.0 D1 V1 F1.0", "updated since it was loaded"),
+        ("L1 K1.0 B1.0 D1", "recomputed though its graph was kept"),
+        ("L1 F1.0 G1.0 D1", "was not kept"),
+        ("L1 L2 F1.0 S2.0 F2.0", "boundary that enters cell 2.0 is not in memory"),
+        ("L1 L2 F1.0 S2.0 P2.0 S2.0", "boundary 2.0 is written out twice"),
+        ("L1 L2 F1.0 P2.0", "boundary 2.0 is read back while it is in memory"),
         ("L0 U0", "before its pending update"),
         ("U0 U0 L0", "no pending update"),
         ("U0 L0 L1 B1.0 D1 V1 B0.0 D0", "before the norm of all gradients is known"),
     ],
 )
-def test_an_update_out_of_order_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
-        validate(Plan.parse(text, 2, pending=[0], clips=True))
-    validate(Plan.parse("U0 L0 L1 B1.0 D1 B0.0 D0 V1 V0", 2, pending=[0], clips=True))
-
-
-def costs(shards: int, load: float, cell: float, drain: float, update: float = 0.0) -> Costs:
-    return Costs([load] * shards, [cell] * shards, [2 * cell] * shards, [drain] * shards, [update] * shards)
+def test_a_plan_that_cannot_run_is_refused_with_an_arrow(text: str, reason: str) -> None:
+    pending = [0] if "U0" in text else []
+    with pytest.raises(PlanError, match=f"{reason}.*-->"):
+        validate(plan_of(text, 2, pending), clips="V1 B0" in text)
 
 
 @given(
@@ -134,24 +131,19 @@ def test_boundaries_beyond_a_budget_leave_and_return_ahead_of_use(
     shards: int, microbatches: int, boundaries: int, kept: set[tuple[int, int]], first: int
 ) -> None:
     first = min(first, shards - 1)
-    plan = plan_step(
-        shards,
-        slots=2,
-        microbatches=microbatches,
-        first=first,
-        kept=kept,
-        boundaries=Residency(10 * boundaries),
-        boundary_sizes=lambda key: 10,
+    model, choice = (
+        model_of(shards, microbatches, first=first, boundaries=lambda key: 10),
+        Choice(2, kept=frozenset(kept), boundary_bytes=10 * boundaries),
     )
+    plan = plan_step(model, choice)
     validate(plan)
-    assert Plan.parse(str(plan), 2) == plan
-    simulate(plan, Costs(*[[1.0] * shards] * 4, boundary=[1.0] * 6), Choice(2))
+    simulate(plan, model, choice)
     for position, action in enumerate(plan.actions):
         if action.kind is Kind.PREFETCH:
             # No other cell than the one before its use comes in between, of those that read boundaries.
             cells = [a for a in plan.actions[position:] if a.kind in CELLS and a.kind is not Kind.BACKWARD_KEPT][:2]
             assert (action.shard, action.microbatch) in [(cell.shard, cell.microbatch) for cell in cells]
-    if boundaries >= 4 + shards * microbatches:
+    if boundaries >= MOVING + shards * microbatches:
         assert not {a.kind.value for a in plan.actions} & set("SPX")
     if not boundaries and shards > 2 and not kept and not first:
         assert {"S", "P"} <= {a.kind.value for a in plan.actions}

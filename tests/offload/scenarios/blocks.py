@@ -29,7 +29,7 @@ def after_a_step(path: Path, optimizer_thread: LateThread | None = None) -> tupl
     model = wrap(copy.deepcopy(bare), path)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     if optimizer_thread is not None:
-        optimizer._resident._thread = optimizer_thread
+        optimizer._thread_at_once = optimizer_thread
     for each in (bare, model):
         loss_of(each(words())).backward()
     torch.optim.SGD(bare.parameters(), lr=0.1).step()

@@ -7,8 +7,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.optim.disk_update import DiskParamBlock
 from offload.optim.io_buffers import IOBufferPool, Read, Write
 from offload.storage import DiskTier
 from offload.storage.buffer import host_buffer
 from offload.storage.disk import DiskBlock
 from offload.storage.page_cache import PageCache
-from offload.storage.transfer import Link, Staging, TransferLimits
+from offload.storage.transfer import Link, Staging
 from offload.telemetry.trace import Tracer
 from pipe.threads import Future, Threads
 from tests.offload.late import LateLane, run_late
@@ -33,13 +31,12 @@ from tests.waits import fails_with
 
 CPU = torch.device("cpu")
 PIECE = 1 << 14
-IN_FLIGHT = 4
 
 
 def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThread]:
     made: list[LateThread] = []
 
-    def threads(*_: object) -> LateThread:
+    def threads(*_: object, **__: object) -> LateThread:
         made.append(LateThread())
         return made[-1]
 
@@ -50,8 +47,8 @@ def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThread]:
 
 def _disk(monkeypatch: pytest.MonkeyPatch, path: Path, link: Link) -> tuple[DiskTier, Any, Tensor]:
     """A file of some pieces, full of sevens, and what is to be read into."""
-    for way in ("UNSTAGED", "STAGED"):
-        monkeypatch.setattr(f"offload.storage.transfer.{way}", TransferLimits(PIECE, IN_FLIGHT))
+    for way in ("UNSTAGED_BYTES", "STAGED_BYTES"):
+        monkeypatch.setattr(f"offload.storage.transfer.{way}", PIECE)
     tier = DiskTier(path, CPU, direct=False, link=link)
     block: Any = tier.allocate(6 * PIECE, "weights")
     block.keeps = tier  # whose files go with it
@@ -298,18 +295,18 @@ def _buffer_pool(
 @fails_with("an I/O buffer was handed out before its bytes")
 def an_io_buffer_holds_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _buffer_pool(monkeypatch, path) as (_, buffer_pool, fives, _):
-        io_buffer = buffer_pool.prepare("update_block", [Read("moment", fives, 0, PIECE)], 0)
-        assert (io_buffer.part("moment") == 5).all(), "an I/O buffer was handed out before its bytes"
+        io_buffer = buffer_pool.prepare("update_block", lambda: ([Read("moment", fives, 0, PIECE)], 0))
+        assert (io_buffer.part("moment").source == 5).all(), "an I/O buffer was handed out before its bytes"
 
 
 @fails_with("a discarded prefetch landed")
 def a_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _buffer_pool(monkeypatch, path) as (threads, buffer_pool, fives, sixes):
-        buffer_pool.prefetch("unused", [Read("moment", fives, 0, PIECE)], 0)
-        io_buffer = buffer_pool.prepare("update_block", [Read("moment", sixes, 0, PIECE)], 0)
+        buffer_pool.prefetch([("unused", lambda: ([Read("moment", fives, 0, PIECE)], 0))])
+        io_buffer = buffer_pool.prepare("update_block", lambda: ([Read("moment", sixes, 0, PIECE)], 0))
         for io_threads in threads:
             io_threads.wait_idle()
-        assert (io_buffer.part("moment") == 6).all(), "a discarded prefetch landed"
+        assert (io_buffer.part("moment").source == 6).all(), "a discarded prefetch landed"
 
 
 @fails_with(
@@ -323,18 +320,15 @@ def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, pa
 
         monkeypatch.setattr(fives, "write", fails)
         source = torch.full((PIECE,), 9, dtype=torch.uint8)
-        moves: list[Write] = [Write(source, fives, 0), Write(source, sixes, 0)]
-        buffer_pool.prepare("update_block", [], 0)
-        buffer_pool.write_back(moves, partial(_take_out, moves))
+        writes = [Write(source, fives, 0), Write(source, sixes, 0)]
+        buffer_pool.prepare("update_block", lambda: ([], 0))
+        buffer_pool.write_back(writes)
         with pytest.raises(OSError, match="full"):
             buffer_pool.wait_idle()
         assert not any(io_threads.waiting for io_threads in threads), "a write goes on after its failure"
         source.fill_(11)
-        assert all((move.source == 9).all() for move in moves)
-
-
-def _take_out(moves: list[Write], done: Sequence[Write]) -> None:
-    moves[:] = [move for move in moves if move not in done]
+        assert [write.written for write in writes] == [False, True]
+        assert (writes[0].source == 9).all()
 
 
 # --- updates whose writes are on their way --------------------------------------------------------------------------
@@ -378,7 +372,7 @@ def an_update_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path:
     for fatal in range(0, 12, 2):
         _fails_once(monkeypatch, path, DiskBlock, "write", OSError("full"), fatal)
         _fails_once(monkeypatch, path, DiskBlock, "read_into", OSError("broken"), fatal)
-    _fails_once(monkeypatch, path, DiskParamBlock, "prefetch", MemoryError(), 0)
+    _fails_once(monkeypatch, path, IOBufferPool, "prefetch", MemoryError(), 0)
 
 
 def _fails_once(
@@ -398,9 +392,9 @@ def _fails_once(
                 pair.eval()
             assert not pair.ours.buffer_pool._writing, "transfers go on after a failure"
             assert not pair.ours._filler.waiting, "transfers go on after a failure"  # type: ignore[attr-defined]
-        for task in pair.model._homes.shards[0].pending.tasks:
-            task.param_block.flush(task)
-            assert not task.unwritten, "bytes are left unwritten"
+        update: Any = pair.model._homes.shards[0].pending
+        update.flush()
+        assert not any(task.unwritten for task in update.tasks), "bytes are left unwritten"
         pair.eval()
         pair.assert_equal()
         pair.assert_equal_states()

@@ -14,7 +14,7 @@ from offload import MemoryPolicy, OffloadModel
 from offload.storage.disk import DiskBlock
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, CopyLane, CopyLanes
-from offload.streaming.streamer import Streamer
+from offload.streaming.shard import Shard
 from tests.offload.late import LateLane, PromptLane, run_late
 from tests.offload.pair import Pair
 from tests.offload.scenarios.lanes import LateThread
@@ -51,12 +51,13 @@ def shards_move_after_their_updates(monkeypatch: pytest.MonkeyPatch, path: Path)
     for seed in SEEDS:
         run_late(monkeypatch, seed)
         update_on(monkeypatch, LateLane(seed))
-        pair = Pair("sgd", f"{path}/")
+        pair = Pair("adamw", f"{path}/")
         pair.model._homes.keep_in_memory([1, 2])
         for action in ("backward", "step", "zero"):
             pair.do(action)
         pair.model._homes.keep_in_memory([])
-        pair.do("eval")
+        for action in ("backward", "step", "zero", "eval"):
+            pair.do(action)
 
 
 @fails_with("Tensor-likes are not")
@@ -136,15 +137,14 @@ def an_update_that_was_cut_off_from_its_load_ends_first(monkeypatch: pytest.Monk
         pair = Pair("sgd", f"{path}/", slices=4)
         for action in ("backward", "step", "zero"):
             pair.do(action)
-        fill = Streamer._fill
 
-        def interrupted(self: Streamer, *_: Any) -> None:
+        def interrupted(self: Shard, *_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Streamer, "_fill", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pair.model(torch.zeros(1, WIDTH))
-        monkeypatch.setattr(Streamer, "_fill", fill)
+        with monkeypatch.context() as patch:
+            patch.setattr(Shard, "load", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pair.model(torch.zeros(1, WIDTH))
         assert pair.model._homes.shards[0].pending is None, "it is still to come, in a slot that was given back"
         pair.eval()
 

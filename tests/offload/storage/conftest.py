@@ -9,5 +9,5 @@ from tests.offload.storage.test_tiers import STAGED, UNSTAGED
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.storage.transfer.UNSTAGED", UNSTAGED)
-    monkeypatch.setattr("offload.storage.transfer.STAGED", STAGED)
+    monkeypatch.setattr("offload.storage.transfer.UNSTAGED_BYTES", UNSTAGED)
+    monkeypatch.setattr("offload.storage.transfer.STAGED_BYTES", STAGED)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from offload import (
     DiskHome,
@@ -25,14 +24,10 @@ from offload import (
 from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.persistent import read_manifest
 from tests.offload.open_files import open_files
-from tests.offload.persistent import everything, layers, offloaded, train
+from tests.offload.persistent import everything, layers, offloaded, same, train
 from tests.programs import run_program
 
 CPU = torch.device("cpu")
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def names(folder: Path) -> set[str]:

@@ -17,6 +17,7 @@ from offload.storage import DiskTier, Tier
 from offload.storage import page_cache as cache_module
 from offload.storage.buffer import PAGE_BYTES, host_buffer
 from offload.storage.page_cache import CACHE_HOLDS
+from offload.storage.transfer import IN_FLIGHT
 from tests.offload.storage.test_tiers import MANY, STAGED, TierContract, noise
 
 CPU = torch.device("cpu")
@@ -72,8 +73,8 @@ class TestDirectTier(TierContract):
         self, tier: Tier, name: str, number: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         block, memory = (
-            tier.allocate(8 * STAGED.piece_bytes, "shard3-weights"),
-            host_buffer(8 * STAGED.piece_bytes + 64)[64:],
+            tier.allocate(8 * STAGED, "shard3-weights"),
+            host_buffer(8 * STAGED + 64)[64:],
         )
         block.read_into(memory)
         calls = Calls(monkeypatch)
@@ -81,7 +82,7 @@ class TestDirectTier(TierContract):
         begun: list[int] = []
 
         def fault(call: str, direct: bool, offset: int) -> None:
-            if offset == STAGED.piece_bytes:
+            if offset == STAGED:
                 begun.append(len(calls.log))
                 raise OSError(number, os.strerror(number))
 
@@ -89,7 +90,7 @@ class TestDirectTier(TierContract):
         with pytest.raises(OSError, match=rf"shard3-weights: {os.strerror(number)}") as caught:
             block.read_into(memory) if name == "preadv" else block.write(memory, 0)
         assert caught.value.errno == number
-        assert len(calls.log) <= begun[0] + STAGED.in_flight  # what was on its way ended; nothing more was begun
+        assert len(calls.log) <= begun[0] + IN_FLIGHT  # what was on its way ended; nothing more was begun
         assert tier.transfers.staging.nbytes > 0  # type: ignore[attr-defined]  # and its buffers are free
         calls.fault = lambda *_: None
         block.write(noise(8, 1), 0)
@@ -127,38 +128,35 @@ def test_files_too_large_for_the_page_cache_bypass_it(direct_folder: Path, monke
     assert not tier.transfers.cache.direct()
 
 
-class TestCyclicFiles:
+def test_states_that_switch_between_cached_and_direct_transfers_keep_their_values(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a step passes once, always in the same order, is served worst by a cache that drops the oldest first."""
-
-    available = 1000
-
-    def test_states_that_switch_between_cached_and_direct_transfers_keep_their_values(
-        self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        torch.manual_seed(0)
-        bare = nn.Sequential(*(nn.Linear(700, 700, bias=False) for _ in range(3)))
-        nbytes = 700 * 700 * 4
-        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
-        monkeypatch.setattr(cache_module, "RECHECK_BYTES", 1)
-        layers = [nn.Linear(700, 700, bias=False) for _ in range(3)]
-        model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True, num_slices=3)
-        model.load_state_dict(bare.state_dict())
-        ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-        plain = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
-        calls, ways = Calls(monkeypatch), []
-        for k, fitting in enumerate((9, 6, 8, 0, 7, 9)):
-            calls.log.clear()
-            self.available = int((fitting + 0.5) * nbytes / CACHE_HOLDS)
-            x = torch.randn(4, 700, generator=torch.Generator().manual_seed(k))
-            for m, optimizer in ((model, ours), (bare, plain)):
-                optimizer.zero_grad()
-                m(x).square().mean().backward()
-                optimizer.step()
-            ours.synchronize()
-            ways.append(calls.bytes_moved(direct=True) > 0)
-        assert ways == [False, True, True, True, True, False]
-        for p, q in zip(model.parameters(), bare.parameters(), strict=True):
-            assert torch.equal(p, q)
+    available = [1000]
+    torch.manual_seed(0)
+    bare = nn.Sequential(*(nn.Linear(700, 700, bias=False) for _ in range(3)))
+    nbytes = 700 * 700 * 4
+    monkeypatch.setattr(cache_module, "available_bytes", lambda: available[0])
+    monkeypatch.setattr(cache_module, "RECHECK_BYTES", 1)
+    layers = [nn.Linear(700, 700, bias=False) for _ in range(3)]
+    model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True, num_slices=3)
+    model.load_state_dict(bare.state_dict())
+    ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+    calls, ways = Calls(monkeypatch), []
+    for k, fitting in enumerate((9, 6, 8, 0, 7, 9)):
+        calls.log.clear()
+        available[0] = int((fitting + 0.5) * nbytes / CACHE_HOLDS)
+        x = torch.randn(4, 700, generator=torch.Generator().manual_seed(k))
+        for m, optimizer in ((model, ours), (bare, plain)):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+        ours.synchronize()
+        ways.append(calls.bytes_moved(direct=True) > 0)
+    assert ways == [False, True, True, True, True, False]
+    for p, q in zip(model.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
@@ -178,5 +176,7 @@ def test_a_file_system_that_refuses_direct_transfers_gets_the_page_cache(
     for k in range(3):
         block = tier.allocate(MANY, "weights")
         block.write(noise(MANY, k), 0)
-        assert torch.equal(block.staged(), noise(MANY, k))
+        slot = host_buffer(MANY)
+        block.read_into(slot)
+        assert torch.equal(slot, noise(MANY, k))
     assert len(asked) == 1  # the tier asks once

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from offload import DiskHome, HomeError, OffloadEmbeddingBag
 from offload.storage import PersistentTier, Tier
 from offload.storage.buffer import PAGE_BYTES
 from offload.storage.persistent import read_manifest
-from tests.offload.persistent import WIDTH, everything, layers, offloaded, train
+from tests.offload.persistent import WIDTH, everything, layers, offloaded, same, train
 from tests.offload.storage.test_tiers import TierContract
 from tests.programs import run_program
 
@@ -29,10 +28,6 @@ def left(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     train(model, range(3))
     model.close()
     return folder, everything(model)
-
-
-def the_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # --- adopted ----------------------------------------------------------------------------------------------------------
@@ -49,7 +44,7 @@ def test_training_continues_in_other_cuts(tmp_path: Path) -> None:
         ours += train(model, range(begin, begin + 3))
         model.close()
     assert ours == losses
-    assert the_same(everything(bare), everything(model))
+    assert same(everything(bare), everything(model))
     assert len(inodes) == 1
 
 
@@ -68,14 +63,14 @@ def test_an_adopted_home_reads_only_its_buffers(
     monkeypatch.setattr(os, "preadv", preadv)
     model = offloaded(layers("meta"), folder)
     assert sum(read) == sum(buffer.nbytes for buffer in model.buffers())
-    assert the_same(everything(model), before)
+    assert same(everything(model), before)
     model.close()
 
 
 def test_overwriting_is_done_when_asked_for(left: tuple[Path, dict[str, Tensor]]) -> None:
     (left[0] / "notes.txt").write_text("mine")
     model = offloaded(layers(), left[0], slices=2, overwrite=True)
-    assert the_same(everything(model), everything(layers()))
+    assert same(everything(model), everything(layers()))
     model.close()
     assert (left[0] / "notes.txt").read_text() == "mine"
     offloaded(layers("meta"), left[0], slices=2).close()
@@ -199,11 +194,16 @@ def test_a_new_home_that_could_not_be_made_leaves_nothing(
     model.close()
 
 
-def test_only_models_keep_homes(tmp_path: Path) -> None:
+def test_what_a_home_cannot_be_is_refused(tmp_path: Path) -> None:
+    for choices, match in (
+        ({"overwrite": True}, "overwrite=True is for a persistent home; pass keep=True with it"),
+        ({"recover": True}, "recover=True is for a persistent home"),
+        ({"keep": True, "overwrite": True, "recover": True}, "pass one of them"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            DiskHome(tmp_path, **choices)
     with pytest.raises(ValueError, match="supported by OffloadModel only"):
         OffloadEmbeddingBag(4, 4, offload_device=DiskHome(tmp_path, keep=True))
-    with pytest.raises(ValueError, match="pass keep=True with it"):
-        DiskHome(tmp_path, overwrite=True)
     for several in (3, [tmp_path], [tmp_path / "a", tmp_path / "b"]):
         with pytest.raises(TypeError, match=r"expected one directory, got .*RAID 0"):
             DiskHome(several)  # type: ignore[arg-type]
@@ -233,10 +233,7 @@ os._exit(1)
 def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: bool, tmp_path: Path) -> None:
     out = tmp_path / "weights.pt"
     assert run_program(SCRIPT, tmp_path, "closes" if closes else "ends", out).status == 1
-    assert_recovered(tmp_path / "home", out)
-
-
-def assert_recovered(home: Path, out: Path) -> None:
+    home = tmp_path / "home"
     with pytest.raises(HomeError, match=r"ended without close\(\).*recover=True"):
         offloaded(layers("meta"), home)
     with pytest.warns(RuntimeWarning, match="its contents cannot be verified"):
@@ -246,27 +243,10 @@ def assert_recovered(home: Path, out: Path) -> None:
     train(model, range(4, 5))
     left = everything(model)
     model.close()
-    model = offloaded(layers("meta"), home)  # whole again
-    assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
-    model.close()
-
-
-def test_a_home_that_was_closed_is_recovered_without_a_warning(tmp_path: Path) -> None:
-    model = offloaded(layers(), tmp_path)
-    left = everything(model)
-    model.close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = offloaded(layers("meta"), tmp_path, recover=True)
-    assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
-    model.close()
-
-
-def test_recovering_is_for_kept_homes_that_are_not_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="recover=True is for a persistent home"):
-        DiskHome(tmp_path, recover=True)
-    with pytest.raises(ValueError, match="pass one of them"):
-        DiskHome(tmp_path, keep=True, overwrite=True, recover=True)
+    for recover in (False, True):  # it is whole again, so there is nothing to warn of
+        model = offloaded(layers("meta"), home, recover=recover)
+        assert same(everything(model), left)
+        model.close()
 
 
 class TestKeptTier(TierContract):

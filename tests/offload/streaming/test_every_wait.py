@@ -21,11 +21,10 @@ from tests.waits import Scenario, Site, find_sites, is_value_used, take_out
 #: Each scenario, and the waits without any of which it fails: by module, function and text.
 NEEDS: dict[Scenario, list[str]] = {
     blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole: [
-        "optim.optimizer OffloadOptimizer._step: self._resident.wait_idle()",
-        "optim.resident ResidentParameters.wait_idle: self._thread.wait_idle()",
+        "optim.optimizer OffloadOptimizer._step: self._thread_at_once.wait_idle()",
     ],
     blocks.parameters_outside_of_blocks_are_updated_by_the_step: [
-        "optim.resident ResidentParameters.run: future.wait()",
+        "optim.update StepDecision.run_at_once: future.wait()",
     ],
     blocks.suspended_forwards_have_ended_when_the_call_returns: [
         "engine.chunks run_chunks: each.cancel()",
@@ -42,7 +41,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "storage.transfer Staging.acquire_buffer: fence()",
     ],
     files.a_discarded_prefetch_never_lands: [
-        "optim.io_buffers IOBuffer._cancel: job.cancel()",
+        "optim.io_buffers IOBuffer.clear: job.cancel()",
     ],
     files.a_lane_waits_for_a_buffer_of_another: [
         "storage.transfer Staging.nbytes: with self._changed",
@@ -52,10 +51,10 @@ NEEDS: dict[Scenario, list[str]] = {
         "storage.transfer Staging.release: self._changed.notify()",
     ],
     files.a_read_is_done_when_it_returns: [
-        "storage.transfer Transfers._move: helpers[-1].run_or_wait()",
+        "storage.transfer Transfers.move: helpers[-1].run_or_wait()",
     ],
     files.a_transfer_that_failed_goes_on_nowhere: [
-        "storage.transfer Transfers._move: helpers.pop().cancel()",
+        "storage.transfer Transfers.move: helpers.pop().cancel()",
     ],
     files.a_write_comes_after_the_copy_from_the_device: [
         "storage.transfer Transfers._move_staged: fence()",
@@ -65,11 +64,10 @@ NEEDS: dict[Scenario, list[str]] = {
         "optim.io_buffers IOBufferPool.prepare: self._current.wait()",
     ],
     files.an_update_has_arrived_when_it_is_done: [
-        "optim.disk_update DiskParamBlock.flush: self._buffer_pool.wait_idle()",
+        "optim.update Update.flush: self._buffer_pool.wait_idle()",
     ],
     files.an_update_that_failed_goes_on_nowhere: [
-        "optim.update Update._run: job.param_block.cancel_prefetch()",
-        "optim.disk_update DiskParamBlock.cancel_prefetch: self._buffer_pool.wait_idle()",
+        "optim.update Update._run: self._buffer_pool.wait_idle()",
     ],
     files.one_thread_at_a_time_writes_a_trace: [
         "telemetry.trace Tracer.span: with self._lock",
@@ -181,7 +179,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.streamer Streamer.reset: self.gradient_offload.cancel()",
     ],
     training.an_unused_load_never_lands: [
-        "streaming.streamer Streamer.evict: self._loads.pop(j).wait()",
+        "streaming.streamer Streamer.evict: self.loaded.pop(j).wait()",
     ],
     training.an_update_that_was_cut_off_from_its_load_ends_first: [
         "streaming.streamer Streamer.reset: pending.wait_idle()",
@@ -196,7 +194,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.gradient_offload GradientOffload._send: self._synchronize()",
     ],
     training.it_trains_like_the_bare_model: [
-        "streaming.streamer Streamer.await_load: self._loads[j].wait()",
+        "streaming.streamer Streamer.await_load: self.loaded[j].wait()",
         "streaming.gradient_offload GradientOffload.settle: self._synchronize(on_host=True)",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.synchronize()",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.wait()",
@@ -265,8 +263,6 @@ EXCEPTIONS = {
     "engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
-    "identities identities_only: _IDENTITIES_ONLY.set(id(sys._getframe(2)))": "a setting of this thread",
-    "identities values_may_be_read: _IDENTITIES_ONLY.set(None)": "the same setting",
     "loading _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
     "advise.rates _steps: optimizer.synchronize()": "times updates",
     "streaming.moves move_homes: torch.cuda.synchronize(device)": "copies from a device, which needs one",

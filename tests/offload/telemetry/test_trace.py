@@ -12,7 +12,7 @@ from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
 from offload.engine.plans.prediction import next_plan
-from offload.planning.plan import CELLS, Kind, Plan
+from offload.planning.plan import CELLS, Kind
 from tests.offload.planning.proof import validate
 
 
@@ -83,7 +83,6 @@ def test_a_step_does_what_its_plan_said_before_as_soon_as_sizes_are_known(
                 output.sum().backward()
             ran = model.plan(7, training=training)
             validate(ran)
-            assert Plan.parse(str(ran), ran.slots) == ran
         assert str(ran) == str(planned)
     kinds, policy = {action.kind for action in model.plan(7).actions}, settings["memory"]
     assert (Kind.FORWARD_KEPT in kinds) == (bool(policy.graph_bytes) or "checkpoint_activation" in settings)

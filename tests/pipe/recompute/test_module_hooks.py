@@ -153,11 +153,24 @@ def test_hooks_are_the_modules_own_again_after_a_recomputation_that_fails() -> N
     assert not any(m._forward_hooks for m in ours.modules())
 
 
-def test_a_hook_for_all_modules_that_is_registered_after_the_forward_is_refused() -> None:
-    ours = model()
-    output = checkpoint(ours, batch())
-    with register_module_forward_hook(halve), pytest.raises(RuntimeError, match="hooks for all modules"):
-        output.sum().backward()
+@pytest.mark.parametrize("registered", ["in the forward", "in the backward"])
+def test_hooks_for_all_modules_are_those_of_the_forward(registered: str) -> None:
+    found = []
+    for recomputed in (False, True):
+        ours, x = model(), batch()
+        hook = register_module_forward_hook(halve)
+        if registered == "in the backward":
+            hook.remove()
+        output = (checkpoint(ours, x) if recomputed else ours(x)).exp().sum()
+        hook.remove()
+        if registered == "in the backward":
+            hook = register_module_forward_hook(halve)
+        output.backward()
+        found.append([p.grad for p in ours.parameters()])
+        assert (hook.id in torch.nn.modules.module._global_forward_hooks) == (registered == "in the backward")
+        hook.remove()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_counting_the_operations_of_a_forward_alone_does_not_disturb_its_backward() -> None:

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 DRAWS = {
     "cpu": lambda: torch.rand(3).tolist(),
     "python": lambda: random.random(),
-    "numpy": lambda: np.random.rand(2).tolist(),
+    "numpy": lambda: np.random.randn(1).tolist(),  # keeps another number for the next draw
 }
 
 
@@ -29,13 +29,13 @@ def test_draws_repeat_inside_and_continue_outside(inside: Any, between: Any) -> 
     assert set(replay.drawn) == set(inside)
     for name in between:
         DRAWS[name]()
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
     for _ in range(2):
         with replay.again():
             assert [DRAWS[name]() for name in inside] == first
         assert torch.equal(torch.get_rng_state(), states[0])
         assert random.getstate() == states[1]
-        assert np.random.get_state()[1].tolist() == states[2]
+        assert str(np.random.get_state()) == states[2]
 
 
 def test_a_forward_that_draws_nothing_touches_no_generator() -> None:
@@ -113,3 +113,16 @@ def test_grad_mode_is_left_to_the_caller() -> None:
         replay = Replay.capture([CPU])
     with torch.enable_grad(), replay.again():
         assert torch.is_grad_enabled()
+
+
+def test_another_generator_of_numpy_is_rewound() -> None:
+    old = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
+    try:
+        replay = Replay.capture([])
+        first = np.random.rand(), np.random.randn()
+        assert replay.record_changes().drawn == ("numpy",)
+        with replay.again():
+            assert (np.random.rand(), np.random.randn()) == first
+    finally:
+        np.random.set_bit_generator(old)  # type: ignore[attr-defined]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipe.nested import tensors_in
 from pipe.train import Lane, Ticket
+from tests.programs import Program, run_programs
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -78,14 +83,70 @@ class Net(nn.Module):
         return (output - y) ** 2, output.detach()
 
 
-class FakeAwaitable:
-    """The promise of a distribution: what is to come is worked out when it is waited for."""
+class Counting(nn.Module):
+    """Notes which batches (numbers) it ran. Its gradient names those that it is made of: batch k adds 10**k."""
 
-    def __init__(self, come: Callable[[], Any]) -> None:
-        self.come = come
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.ran: list[int] = []
 
-    def wait(self) -> Any:
-        return self.come()
+    def forward(self, batch: Tensor) -> tuple[Tensor, int]:
+        self.ran.append(int(batch))
+        return self.weight * 10.0 ** int(batch), int(batch)
+
+
+def numbers(*values: int) -> Iterator[Tensor]:
+    """An iterator over batches for :class:`Counting`."""
+    return iter([torch.tensor(k) for k in values])
+
+
+#: Programs of several ranks begin and end with these. Between them, functions without arguments are claims.
+BEGIN = """
+import copy, logging, os, sys, traceback, warnings, torch, torch.distributed as dist
+from torch import nn
+logging.disable(logging.WARNING)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=world)
+
+def run(pipeline, batches):
+    outputs, iterator = [], iter(batches)
+    while True:
+        try:
+            outputs.append(pipeline.progress(iterator))
+        except StopIteration:
+            return outputs
+"""
+END = """
+for name in sys.argv[2:]:
+    try:
+        globals()[name]()
+        print("held:", name, flush=True)
+    except BaseException:
+        print("broken:", name, traceback.format_exc(), flush=True)
+        break
+dist.destroy_process_group()
+"""
+
+
+def claims_of(program: str) -> list[str]:
+    return re.findall(r"^def (\w+)\(\):$", program, re.MULTILINE)
+
+
+def outputs_of_ranks(program: str, world: int, folder: Path) -> list[str]:
+    """What so many ranks print that put every claim to the test: one start of the processes for all of them."""
+    programs = []
+    for rank in range(world):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        environment = {name: str(value) for name, value in ranks.items()}
+        programs.append(Program(BEGIN + program + END, [folder / "store", *claims_of(program)], environment))
+    return [rank.output + rank.errors for rank in run_programs(programs, 240)]
+
+
+def pipeline_of(make: Any, model: nn.Module, **options: Any) -> Any:
+    """With plain SGD."""
+    return make(model, torch.optim.SGD(model.parameters(), 1.0), "cpu", **options)
 
 
 class FakeSparse(nn.Module):
@@ -99,14 +160,17 @@ class FakeSparse(nn.Module):
     def create_context(self) -> dict[str, Any]:
         return {}
 
-    def input_dist(self, ctx: dict[str, Any], features: Tensor, flip: bool = False) -> FakeAwaitable:
+    def input_dist(self, ctx: dict[str, Any], features: Tensor, flip: bool = False) -> SimpleNamespace:
         self.log.append(("input_dist", id(features)))
         ctx["flip"] = flip
-        return FakeAwaitable(lambda: self._exchange(features))
+        return SimpleNamespace(wait=lambda: self._exchange(features))
 
-    def _exchange(self, features: Tensor) -> FakeAwaitable:
+    def _exchange(self, features: Tensor) -> SimpleNamespace:
         self.log.append(("exchange", id(features)))
-        return FakeAwaitable(lambda: (features, features * 2))
+        return SimpleNamespace(wait=lambda: (features, features * 2))
+
+    def count(self, event: str) -> int:
+        return [each for each, _ in self.log].count(event)
 
     def compute_and_output_dist(self, ctx: dict[str, Any], dist_input: tuple[Tensor, Tensor]) -> Tensor:
         features, twice = dist_input[0], dist_input[1]
@@ -144,15 +208,20 @@ class FakeCached(FakeSparse):
 
 
 class SparseNet(nn.Module):
-    """A model with a module that distributes its input, inside other modules."""
+    """A model with a module that distributes its input, inside other modules; ``use`` calls it."""
 
-    def __init__(self, sparse: Callable[[], nn.Module] = FakeSparse) -> None:
+    def __init__(
+        self,
+        sparse: Callable[[], nn.Module] = FakeSparse,
+        use: Callable[[Any, Any], Any] = lambda self, batch: self.inner["sparse"](batch["x"], flip=True),
+    ) -> None:
         super().__init__()
         self.inner = nn.ModuleDict({"sparse": sparse()})
-        self.net = Net(lambda batch: batch)
+        self.net, self.use, self.calls = Net(lambda batch: batch), use, 0
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return self.net((self.inner["sparse"](batch["x"], flip=True), batch["y"]))  # type: ignore[no-any-return]
+        self.calls += 1
+        return self.net((self.use(self, batch), batch["y"]))  # type: ignore[no-any-return]
 
 
 class LateLane(Lane):
@@ -189,11 +258,6 @@ class LateTicket(Ticket[Any]):
 class Lab:
     """One experiment: the same model, batches and optimizer, once in a plain loop and once in a pipeline."""
 
-    Net = Net
-    LateLane = LateLane
-    FakeSparse = FakeSparse
-    FakeCached = FakeCached
-
     def __init__(self) -> None:
         self._plain: dict[Any, Any] = {}
 
@@ -201,14 +265,9 @@ class Lab:
         torch.manual_seed(seed)
         return Net(KINDS[kind][1])
 
-    def sparse_model(self, seed: int = 0) -> SparseNet:
+    def sparse_model(self, sparse: Callable[[], nn.Module] = FakeSparse, seed: int = 0) -> SparseNet:
         torch.manual_seed(seed)
-        return SparseNet()
-
-    def cached_model(self, seed: int = 0) -> SparseNet:
-        """The same, with a module that can prefetch."""
-        torch.manual_seed(seed)
-        return SparseNet(FakeCached)
+        return SparseNet(sparse)
 
     def batches(self, count: int, kind: str = "dict", seed: int = 1) -> list[Any]:
         generator = torch.Generator().manual_seed(seed)
@@ -224,7 +283,7 @@ class Lab:
     def plain_loop(
         self,
         model: nn.Module,
-        epochs: list[list[Any]],
+        epochs: Iterable[list[Any]],
         grad_accum: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> list[Any]:
@@ -237,17 +296,20 @@ class Lab:
                 optimizer.zero_grad()
                 for batch in window:
                     losses, output = model(batch)
-                    (losses.sum() / len(window)).backward()
+                    (torch.stack([each.sum() for each in tensors_in(losses)]).sum() / len(window)).backward()
                     outputs.append(output)
                 optimizer.step()
         return outputs
 
     def run(self, pipeline: Any, batches: Iterator[Any]) -> list[Any]:
+        """The outputs of all batches. An iterator that has ended ends again."""
         outputs = []
         while True:
             try:
                 outputs.append(pipeline.progress(batches))
             except StopIteration:
+                with pytest.raises(StopIteration):
+                    pipeline.progress(batches)
                 return outputs
 
     def assert_same(self, model: nn.Module, reference: nn.Module) -> None:
@@ -255,29 +317,35 @@ class Lab:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
-    def plain(self, counts: tuple[int, ...], grad_accum: int | None) -> tuple[nn.Module, list[Any], Tensor]:
-        """What a plain loop makes of epochs of so many batches: model, outputs, generator state. Worked out once."""
-        if (counts, grad_accum) not in self._plain:
-            reference = self.model()
-            torch.manual_seed(2)
-            epochs = [self.batches(count, seed=k) for k, count in enumerate(counts)]
-            outputs = self.plain_loop(reference, epochs, grad_accum)
-            self._plain[counts, grad_accum] = reference, outputs, torch.get_rng_state()
-        return self._plain[counts, grad_accum]
-
     def check_training(
-        self, make: Callable[..., Any], counts: tuple[int, ...], grad_accum: int | None, kind: str = "dict"
+        self,
+        make: Callable[..., Any],
+        build: Callable[[], Any],
+        epochs: Callable[[], list[list[Any]]],
+        grad_accum: int | None = None,
+        key: Any = None,
+        run: Callable[[Any, Iterator[Any]], list[Any]] | None = None,
     ) -> Any:
-        """Trains in a pipeline, an epoch for each of ``counts``; asserts that a plain loop does the same."""
-        reference, expected, generator_state = self.plain(counts, grad_accum)
-        model = self.model(kind)
-        epochs = [self.batches(count, kind, seed=k) for k, count in enumerate(counts)]
+        """Trains in a pipeline of ``make`` what ``build`` makes; asserts that a plain loop does the same.
+
+        ``key``: of the plain loop's result, which is worked out once. Gradients from before the first window do not
+        leak into it.
+        """
+        if key is None or key not in self._plain:
+            torch.manual_seed(0)
+            reference = build()
+            torch.manual_seed(2)
+            outputs = self.plain_loop(reference, epochs(), grad_accum)
+            self._plain[key] = reference, outputs, torch.get_rng_state()
+        reference, expected, generator_state = self._plain[key]
+        torch.manual_seed(0)
+        model = build()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         torch.manual_seed(2)
         pipeline = make(model, self.optimizer(model), "cpu", grad_accum=grad_accum)
-        outputs = [output for batches in epochs for output in self.run(pipeline, iter(batches))]
-        assert len(outputs) == len(expected)
-        if outputs:
-            torch.testing.assert_close(torch.cat(outputs), torch.cat(expected), atol=1e-6, rtol=1e-6)
+        found = [output for batches in epochs() for output in (run or self.run)(pipeline, iter(batches))]
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
         self.assert_same(model, reference)
         assert torch.equal(torch.get_rng_state(), generator_state)
         return pipeline

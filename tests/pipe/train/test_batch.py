@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from pipe.train.batch import follow, move, walk
+from tests.pipe.train.conftest import FrozenRecord, Pair, Record
 
 META = torch.device("meta")  # moving there is a real move on every machine
-Pair = namedtuple("Pair", "first second")
-
-
-@dataclass(frozen=True)
-class Frozen:
-    x: Tensor
-    name: str
 
 
 @dataclass
@@ -28,15 +22,6 @@ class Slotted:
     __slots__ = ("late", "x")
     x: Tensor
     late: Any
-
-
-@dataclass
-class Computed:
-    x: Tensor
-    total: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.total = self.x.numel()
 
 
 def ones() -> Tensor:
@@ -50,10 +35,10 @@ def ones() -> Tensor:
         {"a": ones(), "b": [ones(), (ones(), "text")]},
         OrderedDict(a=ones()),
         Pair(ones(), {"x": ones()}),
-        Frozen(ones(), "n"),
+        FrozenRecord(ones(), "n"),
         Slotted(ones(), [ones()]),
-        Computed(ones()),
-        [Frozen(ones(), "n"), None, 3],
+        Record(ones(), ones()),
+        [FrozenRecord(ones(), "n"), None, 3],
         torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]),
         torch.Size([2, 3]),
     ],
@@ -70,29 +55,23 @@ def test_a_moved_batch_has_its_type_and_all_its_tensors_moved(batch: Any) -> Non
             assert old.device.type == "cpu"
 
 
-def test_default_factories_and_read_only_mappings_survive() -> None:
+def test_default_factories_and_read_only_mappings_survive_and_a_class_is_not_moved() -> None:
     moved = move(defaultdict(list, a=ones()), META)
     assert moved["missing"] == []
     assert move(MappingProxyType({"a": ones()}), META)["a"].device == META
-
-
-def test_a_batch_without_tensors_is_returned_unchanged() -> None:
-    for batch in ({"a": 1}, [ones()], (ones(), {"k": ones()}), "text", None, object(), Frozen(ones(), "n")):
-        assert move(batch, torch.device("cpu")) is batch
-
-
-def test_a_class_is_not_a_batch_with_a_to_method() -> None:
     assert move([Tensor], META) == [Tensor]
 
 
-def test_every_object_of_a_batch_is_found_once_and_its_path_leads_to_it() -> None:
-    class Features:
-        def __init__(self) -> None:
-            self.values = ones()
-            self.me = self
+def test_a_batch_without_tensors_is_returned_unchanged() -> None:
+    for batch in ({"a": 1}, [ones()], (ones(), {"k": ones()}), "text", None, object(), FrozenRecord(ones(), "n")):
+        assert move(batch, torch.device("cpu")) is batch
 
+
+def test_every_object_of_a_batch_is_found_once_and_its_path_leads_to_it() -> None:
+    features = SimpleNamespace(values=ones())
+    features.me = features
     shared = ones()
-    batch = {"f": Features(), "list": [shared, Frozen(shared, "n")], 3: Slotted(ones(), None)}
+    batch = {"f": features, "list": [shared, FrozenRecord(shared, "n")], 3: Slotted(ones(), None)}
     found = list(walk(batch))
     assert sum(value is shared for _, value in found) == 1
     assert all(follow(batch, path) is value for path, value in found)

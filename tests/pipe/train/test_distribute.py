@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipe.train import Distributes, TrainPipelineSparseDist
+from tests.pipe.train.conftest import FakeSparse, SparseNet
 
 
 def pipeline_of(lab: Any, model: Any, **options: Any) -> Any:
     return TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)
-
-
-def same_as_plain(lab: Any, make_model: Any, count: Any = 6, **options: Any) -> Any:
-    torch.manual_seed(0)
-    reference = make_model()
-    torch.manual_seed(0)
-    model = make_model()
-    torch.manual_seed(2)
-    lab.plain_loop(reference, [lab.batches(count)])
-    torch.manual_seed(2)
-    pipeline = pipeline_of(lab, model, **options)
-    lab.run(pipeline, iter(lab.batches(count)))
-    lab.assert_same(model, reference)
-    return pipeline, model
 
 
 def test_the_next_batch_is_distributed_before_the_forward_and_exchanged_before_the_backward(lab: Any) -> None:
@@ -46,108 +33,62 @@ def test_the_next_batch_is_distributed_before_the_forward_and_exchanged_before_t
     ]
 
 
-@pytest.mark.parametrize("distribute", [0, 1, 2, 3])
-def test_each_batch_is_distributed_exactly_once_at_any_depth(lab: Any, distribute: Any) -> None:
-    model = lab.sparse_model()
-    ahead = {"load": 3, "copy": 3, "distribute": distribute}
-    lab.run(pipeline_of(lab, model, ahead=ahead), iter(lab.batches(6)))
-    events = [event for event, _ in model.inner["sparse"].log]
-    assert events.count("input_dist") == events.count("exchange") == events.count("compute") == 6
-    assert events.count("forward") == 1
+def twice(again: Any, self: Any, batch: Any) -> Any:
+    return self.inner["sparse"](batch["x"]) + self.inner["sparse"](batch["x"], **again)
 
 
-class Outer(nn.Module):
-    """A model around a distributing module, whose use of it the tests vary."""
-
-    def __init__(self, lab: Any, use: Any) -> None:
-        super().__init__()
-        self.sparse = lab.FakeSparse()
-        self.net = lab.Net(lambda batch: batch)
-        self.use = use
-        self.calls = 0
-
-    def forward(self, batch: Any) -> Any:
-        self.calls += 1
-        return self.net((self.use(self, batch), batch["y"]))
-
-
-def test_an_argument_that_is_no_part_of_the_batch_is_not_distributed_and_said_so(lab: Any) -> None:
-    pipeline, model = same_as_plain(lab, lambda: Outer(lab, lambda self, batch: self.sparse(batch["x"] * 2)))
-    assert pipeline.statistics().undistributed == {"sparse": "it was called with a Tensor that is no part of the batch"}
-    assert [event for event, _ in model.sparse.log].count("forward") == 6
-
-
-def test_a_call_that_differs_from_the_first_runs_the_modules_own_forward(lab: Any) -> None:
-    def use(self: Any, batch: Any) -> Any:
-        return self.sparse(batch["x"], flip=self.calls > 3)
-
-    pipeline, _ = same_as_plain(lab, lambda: Outer(lab, use))
-    assert "other objects" in pipeline.statistics().undistributed["sparse"]
+@pytest.mark.parametrize(
+    ("use", "undistributed", "own_forwards"),
+    [
+        (
+            lambda self, batch: self.inner["sparse"](batch["x"] * 2),
+            "it was called with a Tensor that is no part of the batch",
+            6,
+        ),
+        (lambda self, batch: batch["x"], "the first forward did not call it", 0),
+        (
+            lambda self, batch: self.inner["sparse"](batch["x"], flip=self.calls > 3),
+            "called with other objects than in the first forward",
+            4,
+        ),
+        (partial(twice, {"flip": True}), None, 2),
+        (partial(twice, {}), None, 2),
+        # A recomputation in backward runs the module's own forward.
+        (lambda self, batch: checkpoint(self.inner["sparse"], batch["x"], use_reentrant=False), None, 1 + 6),
+    ],
+    ids=["no_part_of_the_batch", "not_called", "differs_later", "twice", "twice_the_same", "recomputed"],
+)
+def test_results_do_not_depend_on_how_a_module_is_called_and_what_is_not_distributed_is_told(
+    lab: Any, use: Any, undistributed: Any, own_forwards: Any
+) -> None:
+    pipeline = lab.check_training(TrainPipelineSparseDist, lambda: SparseNet(use=use), lambda: [lab.batches(6)])
+    reasons = pipeline.statistics().undistributed
+    assert undistributed in reasons["inner.sparse"] if undistributed else not reasons
+    assert pipeline.detach().inner["sparse"].count("forward") == own_forwards
 
 
 def test_a_batch_without_the_part_that_the_first_one_had_is_distributed_by_the_forward(lab: Any) -> None:
     def use(self: Any, batch: Any) -> Any:
-        return self.sparse(batch["again"]["x"] if "again" in batch else batch["x"])
+        return self.inner["sparse"](batch["again"]["x"] if "again" in batch else batch["x"])
 
-    def batches() -> Any:
+    def epochs() -> Any:
         batches = lab.batches(6)
         for k in (0, 1, 4):
             batches[k]["again"] = {"x": batches[k].pop("x")}
-        return batches
+        return [batches]
 
-    torch.manual_seed(0)
-    reference = Outer(lab, use)
-    torch.manual_seed(0)
-    model = Outer(lab, use)
-    torch.manual_seed(2)
-    lab.plain_loop(reference, [batches()])
-    torch.manual_seed(2)
-    pipeline = pipeline_of(lab, model)
-    lab.run(pipeline, iter(batches()))
-    lab.assert_same(model, reference)
-    assert "does not have the part" in pipeline.statistics().undistributed["sparse"]
-
-
-@pytest.mark.parametrize("second", [{"flip": True}, {}], ids=["differently", "in_the_same_way"])
-def test_a_module_called_twice_gets_the_distribution_of_each_call(lab: Any, second: Any) -> None:
-    def use(self: Any, batch: Any) -> Any:
-        return self.sparse(batch["x"]) + self.sparse(batch["x"], **second)
-
-    pipeline, model = same_as_plain(lab, lambda: Outer(lab, use))
-    assert pipeline.statistics().undistributed == {}
-    assert [event for event, _ in model.sparse.log].count("forward") == 2
-
-
-def test_a_recomputation_in_backward_runs_the_modules_own_forward(lab: Any) -> None:
-    def use(self: Any, batch: Any) -> Any:
-        return checkpoint(self.sparse, batch["x"], use_reentrant=False)
-
-    pipeline, model = same_as_plain(lab, lambda: Outer(lab, use))
-    assert pipeline.statistics().undistributed == {}
-    assert [event for event, _ in model.sparse.log].count("forward") == 1 + 6
-
-
-def test_a_module_that_the_first_forward_does_not_call_is_reported(lab: Any) -> None:
-    pipeline, _ = same_as_plain(lab, lambda: Outer(lab, lambda self, batch: batch["x"]))
-    assert pipeline.statistics().undistributed == {"sparse": "the first forward did not call it"}
+    pipeline = lab.check_training(TrainPipelineSparseDist, lambda: SparseNet(use=use), epochs)
+    assert "does not have the part" in pipeline.statistics().undistributed["inner.sparse"]
 
 
 def test_the_protocol_is_duck_typed_and_only_the_outermost_module_takes_part(lab: Any) -> None:
-    class Whole(lab.FakeSparse):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = lab.FakeSparse()
-
-    assert isinstance(lab.FakeSparse(), Distributes)
+    assert isinstance(FakeSparse(), Distributes)
     assert not isinstance(nn.Linear(1, 1), Distributes)
-
-    def uses_none() -> Any:
-        model = Outer(lab, lambda self, batch: batch["x"])
-        model.sparse, model.other = Whole(), lab.FakeSparse()
-        return model
-
-    pipeline, _ = same_as_plain(lab, uses_none)
-    assert pipeline.statistics().undistributed.keys() == {"sparse", "other"}  # not "sparse.part"
+    model = SparseNet(use=lambda self, batch: batch["x"])
+    model.inner["sparse"].part, model.other = FakeSparse(), FakeSparse()
+    pipeline = pipeline_of(lab, model)
+    lab.run(pipeline, iter(lab.batches(1)))
+    assert pipeline.statistics().undistributed.keys() == {"inner.sparse", "other"}  # not "inner.sparse.part"
 
 
 def test_a_forward_replaced_by_other_code_is_kept(lab: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipe.train import InlineLane, Lane, Lanes, Ticket, TrainPipelineBase, TrainPipelineSparseDist
+from tests.pipe.train.conftest import LateLane
 
 BOTH = pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
 
@@ -24,29 +25,11 @@ class EagerLane(Lane):
         return InlineLane().submit(job)
 
 
-def lanes(load: Lane) -> Lanes:
-    return Lanes(load=load, copy=InlineLane(), distribute=InlineLane())
+def lanes(load: Any) -> Lanes | None:
+    return load and Lanes(load=load(), copy=InlineLane(), distribute=InlineLane())
 
 
-def draw(source: str) -> float:
-    if source == "torch":
-        return float(torch.rand(()))
-    return random.random() if source == "python" else float(np.random.random())
-
-
-class Drawing(nn.Module):
-    """Scales its loss by a number that it draws in training."""
-
-    def __init__(self, source: str, log: list[str] | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.source, self.log = source, log if log is not None else []
-
-    def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        self.log.append("forward")
-        factor = draw(self.source) if self.training else 1.0
-        output = (self.weight * batch).sum() * factor
-        return output.square(), output.detach()
+SPEEDS = pytest.mark.parametrize("load", [EagerLane, LateLane, None], ids=["eager", "late", "thread"])
 
 
 def seed() -> None:
@@ -55,15 +38,38 @@ def seed() -> None:
     np.random.seed(5)
 
 
+DRAW: dict[str, Callable[[], float]] = {
+    "torch": lambda: float(torch.rand(())),
+    "python": random.random,
+    "numpy": np.random.random,
+    "nothing": lambda: 1.0,
+}
+
+
+class Drawing(nn.Module):
+    """Scales its loss by a number that it draws in training."""
+
+    def __init__(self, source: str = "torch", log: list[str] | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.source, self.log = source, log if log is not None else []
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        self.log.append("forward")
+        factor = DRAW[self.source]() if self.training else 1.0
+        output = (self.weight * (batch[0] if isinstance(batch, list) else batch)).sum() * factor
+        return output.square(), output.detach()
+
+
 def drawing_loader(source: str, count: int, log: list[str] | None = None) -> Iterator[Tensor]:
-    for _ in range(count):
+    for k in range(count):
         if log is not None:
             log.append("read")
-        yield torch.full((3,), draw(source))
+        yield torch.full((3,), DRAW[source]() + k)
 
 
-def plain(model: nn.Module, loader: Iterator[Tensor], size: int = 1, between: Callable[[], Any] = int) -> list[Any]:
-    """``for batch in loader: step``, with a mean over windows."""
+def plain(model: nn.Module, loader: Iterator[Any], size: int = 1, between: str = "nothing") -> list[Any]:
+    """``for batch in loader: step``, with a mean over windows, the last of which is whole."""
     optimizer, outputs = torch.optim.SGD(model.parameters(), 0.1), []
     for k, batch in enumerate(loader):
         if k % size == 0:
@@ -72,191 +78,132 @@ def plain(model: nn.Module, loader: Iterator[Tensor], size: int = 1, between: Ca
         (losses / size).backward()
         if k % size == size - 1:
             optimizer.step()
-        outputs.append((output, between()))
+        outputs.append((output, DRAW[between]()))
     return outputs
 
 
-def pipelined(pipeline: Any, loader: Iterator[Tensor], between: Callable[[], Any] = int) -> list[Any]:
+def pipelined(pipeline: Any, loader: Iterator[Any], between: str = "nothing") -> list[Any]:
     outputs = []
     while True:
         try:
             output = pipeline.progress(loader)
         except StopIteration:
             return outputs
-        outputs.append((output, between()))
+        outputs.append((output, DRAW[between]()))
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1)
+def check(
+    make: Any,
+    load: Any,
+    loader: Callable[[], Iterator[Any]],
+    *,
+    source: str = "torch",
+    size: int = 1,
+    between: str = "nothing",
+) -> Any:
+    """Trains in a plain loop and in a pipeline: outputs, weights and the draws after them are the same."""
+    ways = []
+    for way in ("plain", "pipelined"):
+        model = Drawing(source)
+        seed()
+        if way == "plain":
+            outputs = plain(model, loader(), size, between)
+        else:
+            pipeline = make(model, torch.optim.SGD(model.parameters(), 0.1), "cpu", grad_accum=size, lanes=lanes(load))
+            outputs = pipelined(pipeline, loader(), between)
+        ways.append((outputs, model.weight.tolist(), [draw() for draw in DRAW.values()]))
+    assert ways[0] == ways[1]
+    return pipeline.statistics()
 
 
 @BOTH
-@pytest.mark.parametrize("speed", ["eager", "late", "thread"])
+@SPEEDS
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loader_and_a_model_that_draw_from_one_generator_draw_as_in_a_plain_loop(
-    lab: Any, make: Any, speed: Any, source: Any, size: Any
+    make: Any, load: Any, source: Any, size: Any
 ) -> None:
-    load = {"eager": EagerLane, "late": lab.LateLane, "thread": lambda: None}[speed]()
-    reference, model = Drawing(source), Drawing(source)
-    seed()
-    expected = plain(reference, drawing_loader(source, 8), size)
-    after = draw(source)
-    seed()
-    pipeline = make(model, sgd(model), "cpu", grad_accum=size, lanes=load and lanes(load))
-    assert pipelined(pipeline, drawing_loader(source, 8)) == expected
-    assert draw(source) == after
-    assert torch.equal(model.weight, reference.weight)
-    assert pipeline.statistics().batches_in_turn == 7
+    statistics = check(make, load, lambda: drawing_loader(source, 8), source=source, size=size)
+    assert statistics.batches_in_turn == 7
 
 
 @BOTH
 def test_the_code_around_the_pipeline_draws_as_in_a_plain_loop_too(make: Any) -> None:
-    class Plain(Drawing):
-        """Draws nothing."""
-
-        def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-            output = (self.weight * batch).sum()
-            return output.square(), output.detach()
-
-    reference, model = Plain("torch"), Plain("torch")
-    seed()
-    expected = plain(reference, drawing_loader("torch", 8), between=lambda: draw("torch"))
-    seed()
-    pipeline = make(model, sgd(model), "cpu", lanes=lanes(EagerLane()))
-    assert pipelined(pipeline, drawing_loader("torch", 8), between=lambda: draw("torch")) == expected
+    check(make, EagerLane, lambda: drawing_loader("torch", 8), source="nothing", between="torch")
 
 
-def order_of(model_source: str, loader: Iterator[Tensor], log: list[str]) -> str:
-    model = Drawing(model_source, log)
-    pipelined(TrainPipelineBase(model, sgd(model), "cpu", lanes=lanes(EagerLane())), loader)
-    return " ".join(log)
-
-
-def test_a_loader_that_does_not_draw_is_read_ahead() -> None:
+@pytest.mark.parametrize(
+    ("loader", "order"),
+    [
+        ("nothing", "read read read forward read forward read forward forward forward"),
+        # One batch in turn tells what the model draws: nothing that the loader draws.
+        ("numpy", "read forward read read read forward read forward forward forward"),
+    ],
+)
+def test_a_loader_that_draws_nothing_that_the_model_draws_is_read_ahead_once_that_is_known(
+    loader: Any, order: Any
+) -> None:
     log: list[str] = []
-
-    def loader() -> Iterator[Tensor]:
-        for k in range(4):
-            log.append("read")
-            yield torch.full((3,), float(k))
-
-    assert order_of("torch", loader(), log) == "read read read forward read forward forward forward"
+    model = Drawing("torch", log)
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), 0.1), "cpu", lanes=lanes(EagerLane))
+    pipelined(pipeline, drawing_loader(loader, 5, log))
+    assert " ".join(log) == order
 
 
-def test_a_loader_and_a_model_with_generators_of_their_own_run_side_by_side_once_that_is_known() -> None:
-    log: list[str] = []
-    # One batch in turn tells what the model draws: nothing that the loader draws.
-    expected = "read forward read read read forward read forward forward forward"
-    assert order_of("torch", drawing_loader("numpy", 5, log), log) == expected
+DATA = TensorDataset(torch.arange(24.0).reshape(8, 3) / 24)
 
 
 def test_a_loader_of_torch_that_draws_seeds_alone_is_read_ahead_behind_them() -> None:
-    data = TensorDataset(torch.arange(24.0).reshape(8, 3))
-
-    class Unpacked(Drawing):
-        def forward(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
-            return super().forward(batch[0])
-
-    reference, model = Unpacked("torch"), Unpacked("torch")
-    seed()
-    expected = plain(reference, iter(DataLoader(data, shuffle=True)))
-    seed()
-    pipeline = TrainPipelineBase(model, sgd(model), "cpu", lanes=lanes(EagerLane()))
-    assert pipelined(pipeline, iter(DataLoader(data, shuffle=True))) == expected
-    assert pipeline.statistics().batches_in_turn == 1
+    statistics = check(TrainPipelineBase, EagerLane, lambda: iter(DataLoader(DATA, shuffle=True)))
+    assert statistics.batches_in_turn == 1
 
 
 def test_an_endless_loader_that_draws_seeds_again_and_again_is_read_in_turn() -> None:
-    data = TensorDataset(torch.arange(9.0).reshape(3, 3))
+    def endless() -> Iterator[Any]:
+        for _ in range(3):
+            yield from DataLoader(DATA, shuffle=True)
 
-    def endless(count: int) -> Iterator[Tensor]:
-        while True:
-            for (batch,) in DataLoader(data, shuffle=True):
-                yield batch
-                count -= 1
-                if not count:
-                    return
-
-    reference, model = Drawing("torch"), Drawing("torch")
-    seed()
-    expected = plain(reference, endless(8))
-    seed()
-    pipeline = TrainPipelineBase(model, sgd(model), "cpu", lanes=lanes(EagerLane()))
-    assert pipelined(pipeline, endless(8)) == expected
+    check(TrainPipelineBase, EagerLane, endless)
 
 
-@pytest.mark.parametrize("speed", ["eager", "late", "thread"])
-def test_a_model_that_draws_in_training_alone_is_watched_anew_when_its_mode_changes(lab: Any, speed: Any) -> None:
-    load = {"eager": EagerLane, "late": lab.LateLane, "thread": lambda: None}[speed]()
+@SPEEDS
+def test_a_model_that_draws_in_training_alone_is_watched_anew_when_its_mode_changes(load: Any) -> None:
     model = Drawing("torch").eval()
-    pipeline = TrainPipelineBase(model, sgd(model), "cpu", lanes=load and lanes(load))
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), 0.0), "cpu", lanes=lanes(load))
     loader = drawing_loader("torch", 12)
     seed()
-    numbers = [draw("torch") for _ in range(24)]
+    drawn = [DRAW["torch"]() for _ in range(20)]
     seed()
-    seen = [float(pipeline.progress(loader)) / 3 for _ in range(4)]
+    found = [float(pipeline.progress(loader)) / 3 for _ in range(4)]
     model.train()
     # Batches in flight were read ahead: with 2 ahead the loader has drawn 6 numbers, and the model now draws the next.
-    trained = [float(pipeline.progress(loader)) for _ in range(8)]
-    assert seen == pytest.approx(numbers[:4])
-    weight, expected = 1.0, []
-    draws = iter([*numbers[4:6], *numbers[6:]])
-    batches, factors = [next(draws), next(draws)], []
-    for k in range(8):
-        if k >= 2:
-            batches.append(next(draws))
-        factors.append(next(draws))
-        output = 3 * weight * batches[k] * factors[k]
-        expected.append(output)
-        weight -= 0.1 * 2 * output * batches[k] * factors[k]
-    assert trained == pytest.approx(expected, rel=1e-4)
+    found += [float(pipeline.progress(loader)) / 3 for _ in range(8)]
+    factors = [1.0] * 4 + drawn[6:8] + drawn[9::2]
+    batches = [number + k for k, number in enumerate(drawn[:6] + drawn[8::2])]
+    assert found == pytest.approx([batch * factor for batch, factor in zip(batches, factors, strict=True)])
 
 
 @BOTH
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_with_nothing_ahead_a_batch_may_depend_on_what_became_of_the_one_before(make: Any, size: Any) -> None:
+def test_with_nothing_ahead_a_batch_may_depend_on_what_became_of_the_one_before(lab: Any, make: Any, size: Any) -> None:
     outputs: list[Tensor] = []
 
-    class Feedback:
+    def feedback(so_far: Any) -> Iterator[Tensor]:
         """Its next batch is the model's latest output."""
+        for k in range(7):
+            assert len(so_far) == k, "read before the output that the batch is made of"
+            yield 1 / (1 + so_far[-1].expand(3)) if so_far else torch.full((3,), 0.5)
 
-        reads = 0
-
-        def __iter__(self) -> Feedback:
-            return self
-
-        def __next__(self) -> Tensor:
-            assert len(outputs) == self.reads, "read before the output that the batch is made of"
-            if self.reads == 7:
-                raise StopIteration
-            self.reads += 1
-            return torch.full((3,), 0.5) if not outputs else 1 / (1 + outputs[-1].expand(3))
-
-    class Plain(Drawing):
-        def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-            output = (self.weight * batch).sum()
-            return output.square(), output.detach()
-
-    model = Plain("torch")
-    ahead = dict.fromkeys(make.default_ahead, 0)
-    pipeline, loader = make(model, sgd(model), "cpu", grad_accum=size, ahead=ahead), Feedback()
-    while True:
-        try:
-            outputs.append(pipeline.progress(loader))
-        except StopIteration:
-            break
-    reference = Plain("torch")
-    optimizer, seen = sgd(reference), []
-    for k in range(7):
-        batch = torch.full((3,), 0.5) if not seen else 1 / (1 + seen[-1].expand(3))
-        if k % size == 0:
-            optimizer.zero_grad()
-        losses, output = reference(batch)
-        (losses / min(size, 7 - k // size * size)).backward()
-        seen.append(output)
-        if k % size == size - 1 or k == 6:
-            optimizer.step()
-    torch.testing.assert_close(torch.stack(outputs), torch.stack(seen))
+    model, ahead = Drawing("nothing"), dict.fromkeys(make.default_ahead, 0)
+    pipeline = make(model, torch.optim.SGD(model.parameters(), 0.1), "cpu", grad_accum=size, ahead=ahead)
+    loader = feedback(outputs)
+    while len(outputs) < 7:
+        outputs.append(pipeline.progress(loader))
+    with pytest.raises(StopIteration):
+        pipeline.progress(loader)
+    reference = Drawing("nothing")
+    batches = [torch.full((3,), 0.5), *(1 / (1 + output.expand(3)) for output in outputs[:-1])]
+    expected = lab.plain_loop(reference, [batches], size, torch.optim.SGD(reference.parameters(), 0.1))
+    torch.testing.assert_close(outputs, expected)
     torch.testing.assert_close(model.weight, reference.weight)
     assert pipeline.statistics().steps == -(-7 // size)

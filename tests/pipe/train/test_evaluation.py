@@ -7,18 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from pipe.train import EvalPipelineSparseDist, TrainPipelineSparseDist
+from pipe.train import EvalPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("grad", [True, False])
-def test_outputs_are_those_of_the_model_and_nothing_is_trained(lab: Any, mode: Any, grad: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "mode", "grad"),
+    [(TrainPipelineBase, "eval", True), (TrainPipelineSparseDist, "train", False)]
+    + [(EvalPipelineSparseDist, mode, grad) for mode in ("train", "eval") for grad in (True, False)],
+)
+def test_outputs_are_those_of_the_model_and_nothing_is_trained(lab: Any, make: Any, mode: Any, grad: Any) -> None:
     reference, model = getattr(lab.sparse_model(), mode)(), getattr(lab.sparse_model(), mode)()
     optimizer = lab.optimizer(model)
     parameters = {name: parameter.clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    pipeline = EvalPipelineSparseDist(model, optimizer, "cpu")
+    pipeline = make(model, optimizer, "cpu")
     with torch.set_grad_enabled(grad):
         torch.manual_seed(2)
         expected = [reference(batch)[1] for batch in lab.batches(6)]
@@ -29,38 +32,24 @@ def test_outputs_are_those_of_the_model_and_nothing_is_trained(lab: Any, mode: A
     torch.testing.assert_close(dict(model.named_parameters()), parameters)
     assert all((parameter.grad == 1).all() for parameter in model.parameters())
     assert not optimizer.state
-    assert pipeline.statistics().batches == 6
-    assert pipeline.statistics().steps == 0
-    assert pipeline.statistics().undistributed == {}
-    assert [event for event, _ in model.inner["sparse"].log].count("forward") == 1
-
-
-def test_every_iterator_is_run_to_its_end_and_a_reset_drops_what_is_in_flight(lab: Any) -> None:
-    model = lab.sparse_model().eval()
-    pipeline = EvalPipelineSparseDist(model, None, "cpu")
-    for count in (4, 0, 1):
-        assert len(lab.run(pipeline, iter(lab.batches(count)))) == count
-    left = iter(lab.batches(6))
-    pipeline.progress(left)
-    pipeline.reset()
-    assert len(lab.run(pipeline, iter(lab.batches(2)))) == 2
-    assert len(list(left)) == 3
+    assert (pipeline.statistics().batches, pipeline.statistics().steps) == (6, 0)
+    if make is not TrainPipelineBase:
+        assert pipeline.statistics().undistributed == {}
+        assert model.inner["sparse"].count("forward") == 1
 
 
 def test_evaluation_in_the_middle_of_an_epoch_leaves_the_training_as_it_is(lab: Any) -> None:
-    reference, model = lab.sparse_model(), lab.sparse_model()
-    torch.manual_seed(2)
-    lab.plain_loop(reference, [lab.batches(6)], 3)
-    torch.manual_seed(2)
-    training = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", grad_accum=3)
-    evaluation = EvalPipelineSparseDist(model, None, "cpu")
-    batches = iter(lab.batches(6))
-    for _ in range(6):
-        training.progress(batches)
-        model.eval()
-        assert len(lab.run(evaluation, iter(lab.batches(2, seed=9)))) == 2
-        model.train()
-    lab.assert_same(model, reference)
+    def run(training: Any, batches: Any) -> Any:
+        model, outputs = training.detach(), []
+        evaluation = EvalPipelineSparseDist(model, None, "cpu")
+        for _ in range(6):
+            outputs.append(training.progress(batches))
+            model.eval()
+            assert len(lab.run(evaluation, iter(lab.batches(2, seed=9)))) == 2
+            model.train()
+        return outputs
+
+    lab.check_training(TrainPipelineSparseDist, lab.sparse_model, lambda: [lab.batches(6)], 3, run=run)
 
 
 def test_autocast_and_a_forward_of_the_callers_own_are_used(lab: Any) -> None:
@@ -74,9 +63,3 @@ def test_autocast_and_a_forward_of_the_callers_own_are_used(lab: Any) -> None:
     options = {"enable_amp": True, "amp_dtype": torch.float16, "custom_model_fwd": forward}
     lab.run(EvalPipelineSparseDist(model, None, "cpu", **options), iter(lab.batches(2)))
     assert seen == [torch.float16] * 2
-
-
-@pytest.mark.parametrize("unwanted", ["grad_accum", "enable_grad_scaling", "execute_all_batches"])
-def test_arguments_of_training_are_refused(lab: Any, unwanted: Any) -> None:
-    with pytest.raises(TypeError, match=unwanted):
-        EvalPipelineSparseDist(lab.sparse_model(), None, "cpu", **{unwanted: 2})

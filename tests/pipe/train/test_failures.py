@@ -9,63 +9,56 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from pipe.train import (
+    EvalPipelineSparseDist,
     InlineLane,
     Lanes,
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
+from tests.pipe.train.conftest import Counting, FakeCached, numbers, pipeline_of
 
 
-class Fragile(nn.Module):
-    """Fails in the forward or backward of chosen batches; the gradient of batch k is 10**k."""
+class Fragile(Counting):
+    """Fails in the forward or backward of chosen batches."""
 
     def __init__(self, forward: Any = None, backward: Any = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.forward_errors, self.backward_errors = forward or {}, backward or {}
 
     def forward(self, batch: Any) -> Any:
-        k = int(batch)
-        if k in self.forward_errors:
-            raise self.forward_errors.pop(k)
-        losses = self.weight * 10.0**k
-        losses.register_hook(lambda grad: self.fail_backward(k))
+        losses, k = super().forward(batch)
+        self.fail(self.forward_errors, k)
+        losses.register_hook(lambda grad: self.fail(self.backward_errors, k))
         return losses, k
 
-    def fail_backward(self, k: Any) -> None:
-        if k in self.backward_errors:
-            raise self.backward_errors.pop(k)
+    def fail(self, errors: Any, k: Any) -> None:
+        if k in errors:
+            raise errors.pop(k)
 
 
-def numbers(count: Any) -> Any:
-    return iter([torch.tensor(k) for k in range(count)])
+class Unreliable:
+    """A loader that fails at some of its reads and goes on."""
 
+    def __init__(self, numbers: Any, broken: Any) -> None:
+        self.numbers, self.broken, self.reads = list(numbers), dict(broken), 0
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
-@pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
-def test_a_failing_batch_abandons_its_window_and_the_next_batch_opens_a_new_one(
-    lab: Any, make: Any, where: Any, error: Any
-) -> None:
-    model = Fragile(**{where: {1: error}})
-    steps = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer.register_step_pre_hook(lambda *_: steps.append(model.weight.grad.item()))
-    pipeline, batches = make(model, optimizer, "cpu", grad_accum=3), numbers(6)
-    assert pipeline.progress(batches) == 0
-    with pytest.raises(type(error)):
-        pipeline.progress(batches)
-    assert lab.run(pipeline, batches) == [2, 3, 4, 5]
-    assert steps == pytest.approx([11100 / 3, 100000])
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        self.reads += 1
+        if self.reads in self.broken:
+            raise self.broken[self.reads]
+        if not self.numbers:
+            raise StopIteration
+        return torch.tensor(self.numbers.pop(0))
 
 
 def test_a_stop_iteration_inside_the_model_does_not_pass_for_the_end_of_the_loader(lab: Any) -> None:
-    model = Fragile(forward={1: StopIteration()})
-    pipeline, batches = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu"), numbers(4)
+    pipeline, batches = pipeline_of(TrainPipelineBase, Fragile(forward={1: StopIteration()})), numbers(*range(4))
     pipeline.progress(batches)
     with pytest.raises(RuntimeError, match="a batch raised StopIteration"):
         pipeline.progress(batches)
@@ -79,7 +72,7 @@ class Unmovable:
 
 @pytest.mark.parametrize("stage", ["copy", "input_dist", "prefetch"])
 def test_a_stage_that_fails_fails_in_its_turn(lab: Any, stage: Any) -> None:
-    model, batches = lab.cached_model(), lab.batches(6)
+    model, batches = lab.sparse_model(FakeCached), lab.batches(6)
     bad = batches[3]["x"]
 
     def fails_once(plain: Any) -> Any:
@@ -117,37 +110,30 @@ def test_an_interrupt_loses_no_batch_but_one_whose_forward_has_run(lab: Any, aft
             return super().submit(job)
 
     lanes = Lanes(load=InlineLane(), copy=Interrupted(), distribute=InlineLane())
-    model = Fragile()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    options = {"lanes": lanes, "enqueue_batch_after_forward": after_forward}
-    pipeline = TrainPipelineBase(model, optimizer, "cpu", **options)
-    batches = numbers(5)
+    model, batches = Counting(), numbers(*range(5))
+    pipeline = pipeline_of(TrainPipelineBase, model, lanes=lanes, enqueue_batch_after_forward=after_forward)
     with pytest.raises(KeyboardInterrupt):
         pipeline.progress(batches)
     assert lab.run(pipeline, batches) == [0, 1, 2, 3, 4][after_forward:]
     assert model.weight.item() == after_forward - 11111
 
 
-def test_a_loader_that_leaves_the_process_is_heard_in_its_turn(lab: Any) -> None:
-    def loader() -> Any:
-        yield torch.tensor(0)
-        raise SystemExit(3)
-
-    model = Fragile()
-    pipeline, batches = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu"), loader()
-    assert pipeline.progress(batches) == 0
-    with pytest.raises(SystemExit):
-        pipeline.progress(batches)
-    assert lab.run(pipeline, numbers(3)) == [0, 1, 2]
+def test_an_interrupt_inside_the_loader_in_the_callers_thread_loses_no_batch(lab: Any) -> None:
+    loader = Unreliable([1, 2, 4, 5, 6], {3: KeyboardInterrupt()})
+    pipeline = pipeline_of(TrainPipelineBase, Counting(), lanes=Lanes.serial())
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.progress(loader)
+    assert len(pipeline.state_dict()["in_flight"]) == 2
+    assert lab.run(pipeline, loader) == [1, 2, 4, 5, 6]
 
 
 def test_another_mode_with_batches_in_flight_is_refused_and_nothing_is_lost(lab: Any) -> None:
-    model = Fragile()
-    pipeline, batches = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu"), numbers(4)
+    model, batches = Counting(), numbers(*range(4))
+    pipeline = pipeline_of(TrainPipelineBase, model)
     pipeline.progress(batches)
     model.eval()
     with pytest.raises(ValueError, match=r"train mode for the batches in flight.*use a second pipeline"):
-        pipeline.progress(numbers(2))
+        pipeline.progress(numbers(0, 1))
     model.train()
     assert lab.run(pipeline, batches) == [1, 2, 3]
 
@@ -162,12 +148,23 @@ def test_another_mode_with_batches_in_flight_is_refused_and_nothing_is_lost(lab:
         ({"ahead": {"load": -1}}, ValueError, "ahead >= 0"),
         ({"uneven": "drop"}, ValueError, "uneven='drop'"),
         ({"amp_dtype": torch.float64}, ValueError, "float64"),
+        ({"apply_jit": True}, ValueError, "apply_jit=False"),
+        ({"context_type": dict}, ValueError, "context_type=None"),
+        ({"custom_model_fwd": 3}, TypeError, "custom_model_fwd"),
+        ({"dmp_collection_sync_interval_batches": 0}, ValueError, "dmp_collection_sync_interval_batches >= 1"),
+        ({"dmp_collection_sync_interval_batches": 1.5}, TypeError, "dmp_collection_sync_interval_batches"),
+        ({"no_such_argument": 1}, TypeError, "no_such_argument"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(lab: Any, options: Any, error: Any, message: Any) -> None:
-    model = lab.model()
+def test_bad_arguments_are_refused_by_name(options: Any, error: Any, message: Any) -> None:
     with pytest.raises(error, match=message):
-        TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)
+        pipeline_of(TrainPipelineSparseDist, Counting(), **options)
+
+
+@pytest.mark.parametrize("unwanted", ["grad_accum", "enable_grad_scaling", "execute_all_batches"])
+def test_arguments_of_training_are_refused_for_evaluation(unwanted: Any) -> None:
+    with pytest.raises(TypeError, match=unwanted):
+        pipeline_of(EvalPipelineSparseDist, Counting(), **{unwanted: 2})
 
 
 @pytest.mark.parametrize("optimizers", [[], [torch.zeros(1)], None, object()])
@@ -202,78 +199,32 @@ def test_an_optimizer_whose_step_a_scheduler_has_wrapped_is_taken(lab: Any) -> N
     scheduler.step()
 
 
-@pytest.mark.parametrize("returned", [torch.zeros(1), (torch.zeros(1),), None])
-def test_a_model_that_does_not_return_losses_and_output_is_told_so(lab: Any, returned: Any) -> None:
-    class Wrong(nn.Module):
-        def forward(self, batch: Any) -> Any:
-            return returned
-
-    pipeline = TrainPipelineBase(Wrong(), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), "cpu")
-    with pytest.raises(TypeError, match=r"expected the model to return a tuple \(losses, output\)"):
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.zeros(1), r"expected the model to return a tuple \(losses, output\)"),
+        ((torch.zeros(1),), r"expected the model to return a tuple \(losses, output\)"),
+        (None, r"expected the model to return a tuple \(losses, output\)"),
+        ((1.0, None), "losses of type float"),
+    ],
+)
+def test_a_model_that_does_not_return_losses_and_output_is_told_so(returned: Any, message: Any) -> None:
+    pipeline = pipeline_of(TrainPipelineBase, Counting(), custom_model_fwd=lambda batch: returned)
+    with pytest.raises(TypeError, match=message):
         pipeline.progress(numbers(1))
 
 
-def test_losses_without_a_tensor_are_refused() -> None:
-    class Wrong(nn.Module):
-        def forward(self, batch: Any) -> Any:
-            return 1.0, None
-
-    pipeline = TrainPipelineBase(Wrong(), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), "cpu")
-    with pytest.raises(TypeError, match="losses of type float"):
-        pipeline.progress(numbers(1))
-
-
-def test_an_interrupt_inside_the_loader_in_the_callers_thread_loses_no_batch(lab: Any) -> None:
-    class Loader:
-        calls = 0
-
-        def __iter__(self) -> Any:
-            return self
-
-        def __next__(self) -> Any:
-            self.calls += 1
-            if self.calls == 3:
-                raise KeyboardInterrupt
-            if self.calls == 7:
-                raise StopIteration
-            return torch.tensor(self.calls)
-
-    model, loader = Fragile(), Loader()
-    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu", lanes=Lanes.serial())
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.progress(loader)
-    assert len(pipeline.state_dict()["in_flight"]) == 2
-    assert lab.run(pipeline, loader) == [1, 2, 4, 5, 6]
-
-
-class Unreliable:
-    """A loader that fails at some of its reads and goes on."""
-
-    def __init__(self, numbers: Any, broken: Any) -> None:
-        self.numbers, self.broken, self.reads = list(numbers), set(broken), 0
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        self.reads += 1
-        if self.reads in self.broken:
-            self.broken.discard(self.reads)
-            raise OSError(self.reads)
-        if not self.numbers:
-            raise StopIteration
-        return torch.tensor(self.numbers.pop(0))
-
-
-def events_of(progress: Any, steps: Any) -> Any:
-    """What a caller sees, call by call, until the loader ends: outputs, errors, and the gradients stepped so far."""
+def events_of(progress: Any, steps: Any, loader: Any) -> Any:
+    """What a caller sees, call by call, until the loader ends: outputs, errors, gradients stepped, and reads."""
     events = []
     while True:
         try:
             events.append(progress())
         except StopIteration:
-            return [*events, "end", list(steps)]
-        except (OSError, ArithmeticError) as error:
+            return [*events, "end", list(steps), loader.reads]
+        except (OSError, SystemExit) as error:  # of the loader, which is not read again before this is told
+            events.append((repr(error), loader.reads))
+        except (ArithmeticError, KeyboardInterrupt) as error:
             events.append(repr(error))
 
 
@@ -289,7 +240,7 @@ def plain_events(model: Any, optimizer: Any, steps: Any, loader: Any, size: Any,
         if not waiting:
             try:
                 waiting.append(next(loader))
-            except (StopIteration, OSError) as error:
+            except (StopIteration, OSError, SystemExit) as error:
                 waiting.append(error)
         return waiting[0]
 
@@ -312,7 +263,7 @@ def plain_events(model: Any, optimizer: Any, steps: Any, loader: Any, size: Any,
             losses, output = model(batch)
             last = window[0] + 1 == size or isinstance(peek(), StopIteration)
             (losses / size).backward()
-        except ArithmeticError:
+        except (ArithmeticError, KeyboardInterrupt):
             window[0] = 0
             raise
         window[0] += 1
@@ -320,7 +271,7 @@ def plain_events(model: Any, optimizer: Any, steps: Any, loader: Any, size: Any,
             step()
         return output
 
-    return events_of(progress, steps)
+    return events_of(progress, steps, loader)
 
 
 @settings(max_examples=150)
@@ -335,14 +286,16 @@ def plain_events(model: Any, optimizer: Any, steps: Any, loader: Any, size: Any,
 def test_whatever_fails_the_caller_sees_what_a_plain_loop_shows(
     counts: Any, data: Any, size: Any, load: Any, copy: Any, kind: Any
 ) -> None:
-    broken_reads = [data.draw(st.sets(st.integers(1, count + 1), max_size=2)) for count in counts]
-    total = sum(counts)
-    failing = {
-        name: data.draw(st.sets(st.integers(0, max(total - 1, 0)), max_size=2)) for name in ("forward", "backward")
-    }
+    def errors(first: Any, last: Any, *kinds: Any) -> Any:
+        """Which errors the batches or reads of these numbers shall raise."""
+        return data.draw(st.dictionaries(st.integers(first, max(last, 0)), st.sampled_from(kinds), max_size=2))
+
+    of_reads = [OSError] if kind == "serial" else [OSError, SystemExit]
+    broken_reads = [errors(1, count + 1, *of_reads) for count in counts]
+    failing = {name: errors(0, sum(counts) - 1, ArithmeticError, KeyboardInterrupt) for name in ("forward", "backward")}
     seen = []
     for way in ("plain", "pipeline"):
-        model = Fragile(**{name: {k: ArithmeticError(k) for k in batches} for name, batches in failing.items()})
+        model = Fragile(**{name: {k: error(k) for k, error in chosen.items()} for name, chosen in failing.items()})
         optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.0), []
         optimizer.register_step_pre_hook(lambda *_, m=model, s=steps: s.append(f"{m.weight.grad.item():.9g}"))
         make = TrainPipelineSparseDist if kind == "sparse" else TrainPipelineBase
@@ -350,11 +303,11 @@ def test_whatever_fails_the_caller_sees_what_a_plain_loop_shows(
         pipeline = make(model, optimizer, "cpu", grad_accum=size, ahead={"load": load, "copy": copy}, lanes=lanes)
         events, first, window = [], 0, [0]
         for count, broken in zip(counts, broken_reads, strict=True):
-            loader = Unreliable(range(first, first + count), broken)
+            loader = Unreliable(range(first, first + count), {k: error(k) for k, error in broken.items()})
             first += count
             if way == "plain":
                 events += plain_events(model, optimizer, steps, loader, size, window)
             else:
-                events += events_of(partial(pipeline.progress, loader), steps)
+                events += events_of(partial(pipeline.progress, loader), steps, loader)
         seen.append(events)
     assert seen[0] == seen[1]

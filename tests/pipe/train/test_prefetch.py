@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from pipe.train import Lanes, PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
+from tests.pipe.train.conftest import FakeCached, FakeSparse, SparseNet
 
 
 def prefetching(lab: Any, model: Any, **options: Any) -> Any:
@@ -17,60 +19,27 @@ def prefetching(lab: Any, model: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("grad_accum", [1, 3])
-@pytest.mark.parametrize("serial", [False, True])
-def test_a_model_whose_modules_prefetch_is_trained_as_in_a_plain_loop(lab: Any, grad_accum: Any, serial: Any) -> None:
-    reference, model = lab.cached_model(), lab.cached_model()
-    torch.manual_seed(2)
-    expected = lab.plain_loop(reference, [lab.batches(7)], grad_accum)
-    torch.manual_seed(2)
-    pipeline = prefetching(lab, model, grad_accum=grad_accum, lanes=Lanes.serial() if serial else None)
-    outputs = lab.run(pipeline, iter(lab.batches(7)))
-    torch.testing.assert_close(outputs, expected)
-    lab.assert_same(model, reference)
-    events = [event for event, _ in model.inner["sparse"].log]
-    assert events.count("forward") == 1, "the first forward shows what to distribute"
-    assert events.count("prefetch") == 6
+@pytest.mark.parametrize("lanes", [None, Lanes.serial()])
+@pytest.mark.parametrize("sparse", [FakeCached, FakeSparse])
+def test_a_model_is_trained_as_in_a_plain_loop_whether_its_modules_prefetch_or_not(
+    lab: Any, sparse: Any, grad_accum: Any, lanes: Any
+) -> None:
+    make = partial(PrefetchTrainPipelineSparseDist, lanes=lanes)
+    pipeline = lab.check_training(make, lambda: lab.sparse_model(sparse), lambda: [lab.batches(7)], grad_accum)
+    module = pipeline.detach().inner["sparse"]
+    assert module.count("forward") == 1, "the first forward shows what to distribute"
+    assert module.count("prefetch") == (6 if sparse is FakeCached else 0)
     assert pipeline.statistics().undistributed == {}
-
-
-def test_rows_are_prefetched_between_the_forward_before_and_the_forward_that_needs_them(lab: Any) -> None:
-    model, batches = lab.cached_model(), lab.batches(6)
-    number = {id(batch["x"]): k for k, batch in enumerate(batches)}
-    lab.run(prefetching(lab, model), iter(batches))
-    log = [f"{event}.{number[key]}" for event, key in model.inner["sparse"].log if event in ("compute", "prefetch")]
-    assert " ".join(log) == (
-        "compute.0 prefetch.1 compute.1 prefetch.2 compute.2 prefetch.3 compute.3 prefetch.4 compute.4 prefetch.5 "
-        "compute.5"
-    )
-
-
-def test_a_module_without_prefetch_is_distributed_ahead_all_the_same(lab: Any) -> None:
-    model = lab.sparse_model()
-    pipeline = prefetching(lab, model)
-    assert len(lab.run(pipeline, iter(lab.batches(6)))) == 6
-    assert pipeline.statistics().undistributed == {}
-    assert [event for event, _ in model.inner["sparse"].log].count("forward") == 1
 
 
 def test_a_module_that_is_called_with_other_objects_than_were_prefetched_is_refused(lab: Any) -> None:
-    class Fickle(nn.Module):
-        """Distributes something else from its third batch on."""
+    def use(self: Any, batch: Any) -> Any:
+        return self.inner["sparse"](batch["x"] if self.calls < 3 else batch["x"] * 1.0)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.sparse, self.calls = lab.FakeCached(), 0
-            self.net = lab.Net(lambda batch: batch)
-
-        def forward(self, batch: Any) -> Any:
-            self.calls += 1
-            features = batch["x"] if self.calls < 3 else batch["x"] * 1.0
-            return self.net((self.sparse(features), batch["y"]))
-
-    model = Fickle()
-    pipeline, batches = prefetching(lab, model), iter(lab.batches(5))
+    pipeline, batches = prefetching(lab, SparseNet(FakeCached, use)), iter(lab.batches(5))
     for _ in range(2):
         pipeline.progress(batches)
-    with pytest.raises(RuntimeError, match=r"'sparse' has prefetched rows for other objects.*TrainPipelineSparseDist"):
+    with pytest.raises(RuntimeError, match=r"has prefetched rows for other objects.*TrainPipelineSparseDist"):
         pipeline.progress(batches)
 
 
@@ -89,12 +58,9 @@ class Table(nn.Module):
 def test_tables_that_are_cached_and_not_made_to_be_prefetched_are_refused(
     lab: Any, prefetch_pipeline: Any, rows: Any, refused: Any
 ) -> None:
-    model = lab.cached_model()
+    model = lab.sparse_model(FakeCached)
     model.inner["sparse"].lookups = [nn.ModuleList([Table(prefetch_pipeline, rows)])]  # in a list, as torchrec's
-    make = partial(prefetching, lab, model)
-    if refused:
-        with pytest.raises(ValueError, match=r"Table of module 'inner.sparse'.*prefetch_pipeline=False"):
-            make()
-    else:
-        make()
+    refusal = pytest.raises(ValueError, match=r"Table of module 'inner.sparse'.*prefetch_pipeline=False")
+    with refusal if refused else contextlib.nullcontext():
+        prefetching(lab, model)
     TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")

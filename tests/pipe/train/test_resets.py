@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipe.train import (
@@ -19,25 +19,11 @@ from pipe.train import (
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
+from tests.pipe.train.conftest import Counting, numbers, pipeline_of
 
 TRAINING = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
 COUNT = 5
 BATCHES = list(range(COUNT))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-        self.ran: list[int] = []
-
-    def forward(self, batch: Tensor) -> tuple[Tensor, int]:
-        self.ran.append(int(batch))
-        return self.weight * float(batch), int(batch)
-
-
-def pipeline_of(make: Any, model: Model, **options: Any) -> Any:
-    return make(model, torch.optim.SGD(model.parameters(), 1.0), "cpu", **options)
 
 
 class Rows(Dataset[int]):
@@ -53,36 +39,27 @@ class Stream(IterableDataset[int]):
         return iter(BATCHES)
 
 
-class Counter:
-    """An iterator that a loader may reset."""
+class InPlace:
+    """A loader that is its own iterator, which it resets."""
 
     def __init__(self) -> None:
         self.k = COUNT
-        self.read: list[int] = []
         self.threads: set[int] = set()
 
-    def __iter__(self) -> Counter:
+    def __iter__(self) -> InPlace:
+        self.k = 0
         return self
 
     def __next__(self) -> Tensor:
         self.threads.add(threading.get_ident())
         if self.k == COUNT:
             raise StopIteration
-        self.read.append(self.k)
         self.k += 1
-        return torch.tensor(self.read[-1])
-
-
-class InPlace(Counter):
-    """A loader that is its own iterator."""
-
-    def __iter__(self) -> InPlace:
-        self.k = 0
-        return self
+        return torch.tensor(self.k - 1)
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "list": lambda: [torch.tensor(k) for k in BATCHES],
+    "list": lambda: [*numbers(*BATCHES)],
     "workers": lambda: DataLoader(Rows(), num_workers=1),
     "IterableDataset": lambda: DataLoader(Stream()),
     "persistent": lambda: DataLoader(Rows(), num_workers=2, persistent_workers=True),
@@ -92,55 +69,37 @@ LOADERS: dict[str, Callable[[], Any]] = {
 BY_LOADER = pytest.mark.parametrize("kind", LOADERS)
 
 
-def by_range(pipeline: Any, loader: Any) -> None:
-    batches = iter(loader)
+def by_range(pipeline: Any, batches: Any) -> None:
     for _ in range(COUNT):
         pipeline.progress(batches)
 
 
-def to_the_end(pipeline: Any, loader: Any) -> None:
-    batches = iter(loader)
-    while True:
-        try:
-            pipeline.progress(batches)
-        except StopIteration:
-            return
-
-
 @BY_LOADER
 @pytest.mark.parametrize("make", [*TRAINING, EvalPipelineSparseDist])
-def test_every_epoch_has_every_batch_once_in_both_ways_to_write_the_loop(make: Any, kind: str) -> None:
-    model, loader = Model(), LOADERS[kind]()
-    pipeline = pipeline_of(make, model)
-    for epoch in (by_range, by_range, to_the_end, by_range, to_the_end, to_the_end):
-        epoch(pipeline, loader)
+def test_every_epoch_has_every_batch_once_in_both_ways_to_write_the_loop_and_ends_the_open_window(
+    lab: Any, make: Any, kind: str
+) -> None:
+    model, loader = Counting(), LOADERS[kind]()
+    pipeline = pipeline_of(make, model, **({"grad_accum": 3} if make in TRAINING else {}))
+    for number, epoch in enumerate((by_range, by_range, lab.run, by_range, lab.run, lab.run), 1):
+        epoch(pipeline, iter(loader))
+        assert pipeline.statistics().steps == (2 * number if make in TRAINING else 0)
     assert model.ran == BATCHES * 6
-
-
-@BY_LOADER
-@pytest.mark.parametrize("make", TRAINING)
-def test_windows_end_with_the_epoch(make: Any, kind: str) -> None:
-    model, loader = Model(), LOADERS[kind]()
-    pipeline = pipeline_of(make, model, grad_accum=3)
-    for number, epoch in enumerate((by_range, by_range, to_the_end, by_range), 1):
-        epoch(pipeline, loader)
-        assert pipeline.statistics().steps == 2 * number
-    assert model.ran == BATCHES * 4
 
 
 @BY_LOADER
 @pytest.mark.parametrize("make", [PrefetchTrainPipelineSparseDist, EvalPipelineSparseDist])
 @pytest.mark.parametrize("early", [1, 4])
 def test_after_an_epoch_that_was_left_early_each_batch_that_was_read_runs_once(
-    make: Any, kind: str, early: int
+    lab: Any, make: Any, kind: str, early: int
 ) -> None:
-    model, loader = Model(), LOADERS[kind]()
+    model, loader = Counting(), LOADERS[kind]()
     pipeline = pipeline_of(make, model)
     for _ in range(2):
         batches = iter(loader)
         for _ in range(early):
             pipeline.progress(batches)
-    to_the_end(pipeline, loader)
+    lab.run(pipeline, iter(loader))
     # When an epoch is left, up to two batches are in flight; they run first in the next.
     in_flight = min(2, COUNT - early)
     passes = [BATCHES[: early + in_flight], BATCHES[: early - in_flight + 2], BATCHES]
@@ -168,7 +127,7 @@ def test_an_iterator_is_read_in_another_thread_but_never_between_two_calls(make:
             return super().__next__()
 
     loader = Slow()
-    pipeline, batches = pipeline_of(make, Model()), wrap(iter(loader))
+    pipeline, batches = pipeline_of(make, Counting()), wrap(iter(loader))
     for _ in range(COUNT):
         inside.set()
         pipeline.progress(batches)
@@ -182,7 +141,7 @@ def test_an_end_that_was_read_ahead_is_told_although_the_loop_writes_on_the_load
     class Annotated(InPlace):
         seen = 0
 
-    model, loader = Model(), Annotated()
+    model, loader = Counting(), Annotated()
     pipeline, batches = pipeline_of(make, model), iter(loader)
     for step in range(COUNT):
         pipeline.progress(batches)
@@ -193,7 +152,7 @@ def test_an_end_that_was_read_ahead_is_told_although_the_loop_writes_on_the_load
 
 
 @pytest.mark.parametrize("make", TRAINING)
-def test_after_a_failure_a_loader_goes_on_or_begins_again(make: Any) -> None:
+def test_after_a_failure_a_loader_goes_on_or_begins_again(lab: Any, make: Any) -> None:
     class Failing(InPlace):
         failed = False
 
@@ -203,29 +162,13 @@ def test_after_a_failure_a_loader_goes_on_or_begins_again(make: Any) -> None:
                 raise OSError("unreadable")
             return super().__next__()
 
-    model, loader = Model(), Failing()
+    model, loader = Counting(), Failing()
     pipeline = pipeline_of(make, model)
     with pytest.raises(OSError, match="unreadable"):
-        to_the_end(pipeline, loader)
-    to_the_end(pipeline, loader)
+        lab.run(pipeline, iter(loader))
+    lab.run(pipeline, iter(loader))
     loader.failed = False
     with pytest.raises(OSError, match="unreadable"):
-        by_range(pipeline, loader)
+        by_range(pipeline, iter(loader))
     assert [pipeline.progress(loader) for _ in range(3)] == [2, 3, 4]
     assert model.ran == [0, 1, *BATCHES, *BATCHES]
-
-
-@pytest.mark.parametrize("stop", range(COUNT + 1))
-def test_the_position_of_a_loader_and_the_state_of_a_pipeline_are_of_one_moment(stop: int) -> None:
-    first, second = (Model(), InPlace()), (Model(), InPlace())
-    pipeline, loader = pipeline_of(TrainPipelineBase, first[0]), iter(first[1])
-    for _ in range(stop):
-        pipeline.progress(loader)
-    position, state = first[1].k, pipeline.state_dict()
-    assert position == stop + len(state["in_flight"])
-    continued = pipeline_of(TrainPipelineBase, second[0])
-    continued.load_state_dict(state)
-    second[1].k = position
-    assert [continued.progress(second[1]) for _ in range(COUNT - stop)] == BATCHES[stop:]
-    with pytest.raises(StopIteration):
-        continued.progress(second[1])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipe.train import TrainPipelineBase, TrainPipelineSparseDist
+from tests.pipe.train.conftest import Counting, numbers, pipeline_of
 
 
 def through_a_file(state: Any) -> Any:
@@ -52,6 +53,7 @@ def test_a_continued_run_equals_an_uninterrupted_one(
     loader = iter(lab.batches(count))
     stop = min(stop, count)
     outputs = [pipeline.progress(loader) for _ in range(stop)]
+    assert len(list(copy.copy(loader))) == count - stop - len(pipeline.state_dict()["in_flight"])
     saved = through_a_file([pipeline.state_dict(), model.state_dict(), optimizer.state_dict()])
     generator_state = torch.get_rng_state()
 
@@ -69,48 +71,46 @@ def test_a_continued_run_equals_an_uninterrupted_one(
     assert continued.statistics().batches == count + 3
 
 
-def test_the_state_is_a_copy_that_training_does_not_change(lab: Any) -> None:
-    model = lab.model()
-    pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu", grad_accum=3)
-    loader = iter(lab.batches(9))
-    pipeline.progress(loader)
+def test_the_state_is_a_copy_that_training_does_not_change_and_may_be_loaded_after_a_reset(lab: Any) -> None:
+    pipeline, batches = pipeline_of(TrainPipelineBase, Counting(), grad_accum=3), numbers(*range(9))
+    pipeline.progress(batches)
     state = pipeline.state_dict()
-    before = copy.deepcopy(state["window"])
-    pipeline.progress(loader)
-    torch.testing.assert_close(state["window"], before)
-    assert state["window"]["position"] == 1
-    assert len(state["in_flight"]) == 2
+    before = copy.deepcopy(state)
+    pipeline.progress(batches)
+    assert state == before
+    assert (state["window"]["position"], len(state["in_flight"])) == (1, 2)
+    pipeline.reset()
+    pipeline.load_state_dict(state)
+    assert lab.run(pipeline, numbers(7, 8)) == [1, 2, 7, 8]
 
 
 def test_a_state_that_had_seen_the_end_reads_nothing_before_the_end_is_told(lab: Any) -> None:
-    model = lab.model()
-    first = TrainPipelineBase(model, lab.optimizer(model), "cpu")
-    loader = iter(lab.batches(3))
-    first.progress(loader)
-    first.progress(loader)
-    second = TrainPipelineBase(model, lab.optimizer(model), "cpu")
+    first, second = (pipeline_of(TrainPipelineBase, Counting()) for _ in range(2))
+    batches = numbers(0, 1, 2)
+    first.progress(batches)
+    first.progress(batches)
     second.load_state_dict(first.state_dict())
-    fresh = iter(lab.batches(4))
-    assert len(lab.run(second, fresh)) == 1
-    assert len(list(fresh)) == 4
-    assert len(lab.run(second, iter(lab.batches(2)))) == 2
+    fresh = numbers(3, 4, 5)
+    assert second.progress(fresh) == 2
+    with pytest.raises(StopIteration):
+        second.progress(fresh)
+    assert lab.run(second, fresh) == [3, 4, 5]
 
 
-def test_batches_of_a_state_that_are_not_in_flight_yet_stay_in_the_state(lab: Any) -> None:
-    def pipeline_of(ahead: int) -> Any:
-        model = lab.model()
-        return TrainPipelineBase(model, lab.optimizer(model), "cpu", ahead={"load": ahead, "copy": ahead})
-
-    loader = iter(lab.batches(8))
-    first, second = pipeline_of(4), pipeline_of(0)
-    first.progress(loader)
+def test_batches_of_a_state_stay_in_the_state_until_they_run_and_meanwhile_no_other_is_loaded(lab: Any) -> None:
+    first, second = (
+        pipeline_of(TrainPipelineBase, Counting(), ahead={"load": ahead, "copy": ahead}) for ahead in (4, 0)
+    )
+    batches = numbers(*range(8))
+    first.progress(batches)
     second.load_state_dict(first.state_dict())
     for left in (4, 3, 2):
         assert len(second.state_dict()["in_flight"]) == left
-        with pytest.raises(ValueError, match="without batches in flight"):
-            second.load_state_dict(first.state_dict())
-        second.progress(loader)
-    assert len(lab.run(second, loader)) == 4
+        for pipeline in (first, second):
+            with pytest.raises(ValueError, match="without batches in flight"):
+                pipeline.load_state_dict(first.state_dict())
+        second.progress(batches)
+    assert lab.run(second, batches) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -120,25 +120,11 @@ def test_batches_of_a_state_that_are_not_in_flight_yet_stay_in_the_state(lab: An
         ({"grad_accum": 3, "amp_dtype": torch.float16}, "'gradient scaling': True}, got .*'gradient scaling': False"),
     ],
 )
-def test_a_state_of_another_kind_of_pipeline_is_refused_and_changes_nothing(
-    lab: Any, options: Any, message: Any
-) -> None:
-    model = lab.model()
-    pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu", grad_accum=3)
-    pipeline.progress(iter(lab.batches(5)))
-    other_model = lab.model()
-    other = TrainPipelineBase(other_model, lab.optimizer(other_model), "cpu", **options)
+def test_a_state_of_another_kind_of_pipeline_is_refused_and_changes_nothing(options: Any, message: Any) -> None:
+    pipeline, model = pipeline_of(TrainPipelineBase, Counting(), grad_accum=3), Counting()
+    other = pipeline_of(TrainPipelineBase, model, **options)
+    pipeline.progress(numbers(*range(5)))
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(pipeline.state_dict())
-    assert all(parameter.grad is None for parameter in other_model.parameters())
+    assert model.weight.grad is None
     assert other.statistics().batches == 0
-
-
-def test_a_pipeline_with_batches_in_flight_takes_no_state(lab: Any) -> None:
-    model = lab.model()
-    pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu")
-    loader = iter(lab.batches(5))
-    pipeline.progress(loader)
-    with pytest.raises(ValueError, match="without batches in flight"):
-        pipeline.load_state_dict(pipeline.state_dict())
-    assert len(lab.run(pipeline, loader)) == 4

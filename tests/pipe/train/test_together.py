@@ -27,47 +27,38 @@ def example() -> Any:
     del sys.modules[spec.name]
 
 
-def plain(example: Any, batches: Any, grad_accum: Any) -> Any:
-    """The same training with ``torch.nn`` alone; dropout is off, because chunks draw in an order of their own."""
-    torch.manual_seed(1)
-    words = nn.EmbeddingBag(example.WORDS, example.DIM, mode="mean", sparse=True)
-    encoder = example.encoder_layers()
-    for module in encoder.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    optimizers = [RowWiseAdagrad(words.parameters(), lr=0.05), torch.optim.AdamW(encoder.parameters(), lr=2e-3)]
-    losses, data = [], list(example.pairs_of_words(batches))
-    for start in range(0, batches, grad_accum):
-        window = data[start : start + grad_accum]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for pairs in window:
-            loss = example.contrastive_losses(encoder(words(pairs.queries)), encoder(words(pairs.passages))).mean()
-            (loss / len(window)).backward()
-            losses.append(loss.item())
-        for optimizer in optimizers:
-            optimizer.step()
-    return words, encoder, losses
-
-
 def test_all_of_them_together_train_what_plain_torch_trains(
-    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Any, example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = example.encoder_layers
 
     def without_dropout(seed: Any = 0) -> Any:
+        """Chunks draw in an order of their own."""
         built = layers(seed)
         for module in built.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         return built
 
-    words, encoder, expected = plain(example, 7, 3)
     monkeypatch.setattr(example, "encoder_layers", without_dropout)
-    model, losses = example.train(tmp_path, batches=7, grad_accum=3)
+    torch.manual_seed(1)
+    words = nn.EmbeddingBag(example.WORDS, example.DIM, mode="mean", sparse=True)
+    encoder = without_dropout()
+
+    def model(pairs: Any) -> Any:
+        losses = example.contrastive_losses(encoder(words(pairs.queries)), encoder(words(pairs.passages))).mean()
+        return losses, losses.item()
+
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=2e-3)
+    rows = RowWiseAdagrad(words.parameters(), lr=0.05)
+    optimizer.register_step_post_hook(lambda *_: (rows.step(), rows.zero_grad()))
+    expected = lab.plain_loop(model, [list(example.pairs_of_words(7))], 3, optimizer)
+    trained, losses = example.train(tmp_path, batches=7, grad_accum=3)
     assert losses == pytest.approx(expected, abs=1e-5)
-    torch.testing.assert_close(model.words.weight, words.weight, atol=1e-5, rtol=1e-5)
-    for (name, value), reference in zip(model.encoder.state_dict().items(), encoder.state_dict().values(), strict=True):
+    torch.testing.assert_close(trained.words.weight, words.weight, atol=1e-5, rtol=1e-5)
+    for (name, value), reference in zip(
+        trained.encoder.state_dict().items(), encoder.state_dict().values(), strict=True
+    ):
         torch.testing.assert_close(value, reference, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
