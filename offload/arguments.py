@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ __all__ = [
     "compute_device",
     "layer_bytes",
     "layers_of",
-    "names_given",
     "names_taken",
 ]
 
@@ -145,9 +144,3 @@ def names_taken(layer: nn.Module) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters[1:]]
-
-
-def names_given(layer: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
-    """Names by which a layer's forward gets the arguments of a call that are not None, besides the first one."""
-    positional = zip(names_taken(layer), inputs[1:], strict=False)
-    return {name for name, value in (*positional, *kwargs.items()) if value is not None}

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device
-from offload.blocks.body import engine_of
-from offload.blocks.find import BlockNames, Blocks
+from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device, layers_of
+from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside, with_rest
 from offload.blocks.own_forward import OwnForward
+from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
+from offload.engine.mesh_engine import MeshEngine
 from offload.engine.plans.mesh_planner import plan_memory
 from offload.engine.plans.outside import bytes_staying
 from offload.files.pretrained import Pretrained
@@ -25,13 +26,14 @@ from offload.limits import MemoryLimits
 from offload.memory import MemoryArguments, Needs, layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh
 from offload.persistence import PersistentHome
+from offload.planning.budget import GAPS_SHARE
 from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches, Reports
 from offload.running import LayersInOrder
 from offload.storage import DiskHome, home_of, open_tier
 from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.lane import open_lanes
-from offload.streaming.quantised import check_storable, separate, stored_tensors
+from offload.streaming.quantised import check_storable, is_taken_apart, separate, stored_tensors
 from offload.streaming.resident import chosen, chosen_form
 from offload.streaming.rollback import Rollback
 from offload.telemetry.statistics import Meter
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Arguments", "Offloaded", "construct"]
+
+#: States of an optimizer for each trained parameter that are counted before there is one: those of Adam.
+STATES_EXPECTED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,23 +110,21 @@ def construct(
             f"expected activation_bytes=None with blocks, got activation_bytes={given.memory.activation_bytes!r}; use "
             f"larger chunks"
         )
-    calls = LayersInOrder(model) if in_order else OwnForward(model, given.blocks, device, given.param_dtype)
-    named = calls.named
+    named: Mapping[str, nn.Module] = layers_of(model) if in_order else find_blocks(model, given.blocks)
+    outside = {} if in_order else parameters_outside(model, named)
     parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
     check_storable(parameters, named.values(), device)
+    check_storable([(name, p) for name, p in outside.items() if is_taken_apart(p)], [model], device)
     stored_parts = stored_tensors(named.items())
-    check_separate(stored_parts)
     quantised = [each.name for each in stored_parts if each.part_of is not None]
     refused: dict[str, Any] = {"a model with quantised weights": quantised or None, "store_dtype=": given.store_dtype}
     mesh = check_mesh(given.mesh, given.gradient_divide_factor, device, refused)
-    staying = chosen(named, given.resident, offload_device, calls.names_outside(model))
+    staying = chosen(named, given.resident, offload_device, outside)
     form = chosen_form(given.store_dtype, stored_parts, staying, named.values(), offload_device)
     separate([model])
     plans = num_slices is None and given.checkpoint_activation is None and mesh is None
     # In another form, values of what streams are not those of what stays.
     finest = num_slices is None and form is None and given.gradient_dtype is None
-    if one_each if in_order else num_slices is None:
-        num_slices = len(named)
     check_choices(num_slices, given.num_microbatches, given.param_dtype)
     check_gradient_dtype(given.gradient_dtype, accumulates=given.accumulate_in_gradient_dtype)
     resources = memory_of(given.memory, plans=plans, mesh=mesh, device=device)
@@ -130,34 +133,30 @@ def construct(
     ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
     replicas = 1 if mesh is None else mesh.size() // ranks
     offload_device = home_of(offload_device) or offload_device
-    more = None
-    if finest and isinstance(calls, OwnForward):
-        more = calls.with_more(
-            model,
-            resources,
-            offload_device=offload_device,
+
+    def needs_of(blocks: Mapping[str, nn.Module], states: int = 0) -> Needs:
+        around = [] if in_order else modules_outside(model, blocks).values()
+        return Needs(
+            [*blocks.values()],
+            resources.policy.slots,
+            device=device,
+            on_disk=home_of(offload_device) is not None,
             param_dtype=given.param_dtype,
-            resident=given.resident,
-            staying=staying,
+            outside=bytes_staying(around, staying, given.param_dtype, states=states),
             ranks=ranks,
             replicas=replicas,
+            apart=not in_order,
+            form=form,
         )
-    if more is not None:
-        calls, named, num_slices = more, more.named, len(more.named)
-        check_separate(stored_tensors(named.items()))
-    layers = list(named.values())
-    needs = Needs(
-        layers,
-        resources.policy.slots,
-        device=device,
-        on_disk=home_of(offload_device) is not None,
-        param_dtype=given.param_dtype,
-        outside=bytes_staying([*calls.around.values()], staying, given.param_dtype),
-        ranks=ranks,
-        replicas=replicas,
-        apart=calls.apart,
-        form=form,
-    )
+
+    limit = resources.limit_on(device)
+    # A kept home is laid out by the blocks, and opened with any memory.
+    if finest and not in_order and limit and not (isinstance(offload_device, DiskHome) and offload_device.keep):
+        named = _with_more(model, named, limit, needs_of, given.resident)
+    check_separate(stored_tensors(named.items()))
+    if one_each if in_order else num_slices is None:
+        num_slices = len(named)
+    needs = needs_of(named)
     cuts, policy = layout_of(resources, needs, num_slices, given._cuts)
     stored: Mapping[torch.Tensor, Any] = {}
     if given.pretrained is not None:
@@ -171,8 +170,12 @@ def construct(
         checkpoint_activation=recompute,
         memory=resources,
         pretrained=None,
+        blocks=None if in_order else BlockNames(tuple(named)),
         mesh=mesh,
     )
+    # Not the model, which is one of them: one that is dropped is freed at once.
+    around = weakref.WeakValueDictionary({} if in_order else modules_outside(model, named))
+    calls = LayersInOrder(named) if in_order else OwnForward(model, named, around, device, given.param_dtype)
     meter = Meter(device)
     sharding = None if mesh is None else Sharding(mesh, given.gradient_divide_factor, meter, device)
     tier = sharding.open_tier(offload_device, device) if sharding else open_tier(offload_device, device, keeps=True)
@@ -181,7 +184,7 @@ def construct(
     memory_limits = limits_for(resources, cuts, needs, meter)
     if memory_limits is not None:
         undo.callback(memory_limits.release)
-    home = PersistentHome(tier, named, stored, calls.around, sharding)
+    home = PersistentHome(tier, named, stored, around, sharding)
     # With a mesh, homes do not hold whole values to restore.
     every = {*model.parameters()}
     replaced = {*home.values} if sharding is None else every
@@ -205,7 +208,7 @@ def construct(
         param_dtype=given.param_dtype,
         sharding=sharding,
         resident=staying,
-        layers_apart=calls.apart,
+        layers_apart=not in_order,
         form=form,
         gradient_dtype=given.gradient_dtype,
         accumulates=given.accumulate_in_gradient_dtype,
@@ -215,12 +218,14 @@ def construct(
     shards = [weakref.ref(shard) for shard in homes.shards]
     close = partial(_close, lanes, tier)
     finalizer = finalize_here(homes, leave_pending_updates, shards, close)
-    calls.run_by(engine_of(homes))
+    with homes.public.whole():
+        calls.engine = (MeshEngine if homes.public.sharded else Engine)(homes, calls.forwards)
+    homes.run_by(calls.engine)
+    homes.public.recount()
     if memory_limits is not None and recompute:
         plan_memory(homes, memory_limits, resources.policy)
     home.begin()
-    micro_batches = MicroBatches(given.num_microbatches, homes)
-    calls.policy, calls.micro_batches = policy, micro_batches
+    calls.micro_batches = micro_batches = MicroBatches(given.num_microbatches, homes)
     return Offloaded(
         kind=type(model),
         arguments=copied,
@@ -232,6 +237,24 @@ def construct(
         reports=Reports(homes, micro_batches),
         finalizer=finalizer,
     )
+
+
+def _with_more(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    limit: int,
+    needs_of: Callable[..., Needs],
+    resident: str | Sequence[str] | None,
+) -> Mapping[str, nn.Module]:
+    """``blocks``, and of the modules around them those that have to stream for a step to fit in ``limit`` bytes."""
+
+    def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
+        return needs_of(blocks, states)([1] * len(blocks))
+
+    patterns = [resident] if isinstance(resident, str) else resident or ()
+    found = with_rest(model, blocks, limit - limit // GAPS_SHARE, needed, patterns)
+    # Without states, as the limit is checked, what stays may take less.
+    return found if needed(found, 0) <= max(limit, needed(blocks, 0) - 1) else blocks
 
 
 def _check_splitting(num_microbatches: int | None, *, in_order: bool, plans: bool) -> None:

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from offload.files.pretrained import KeyMap, Pretrained, tensors_of
 from offload.storage.buffer import empty_on_host
 from offload.streaming.recipes import give_values, record, watch
 
-__all__ = ["from_files", "init_empty_weights"]
+__all__ = ["adapted", "build_model", "init_empty_weights", "names_of_transformers"]
 
 # Maps the names of tensors in a checkpoint of transformers to those of the model, as that library's loading does.
 #
@@ -205,31 +205,13 @@ def build_model(folder: Path, model: Callable[[], nn.Module] | None, dtype: torc
     return made
 
 
-M = TypeVar("M", bound=nn.Module)
-
-
-def from_files(
-    offloaded: Callable[..., M],
-    path: str | os.PathLike[str],
-    *,
-    model: Callable[[], nn.Module] | None,
-    dtype: torch.dtype | None,
-    key_map: KeyMap | None,
-    strict: bool,
-    adapt: Callable[[nn.Module], nn.Module] | None,
-) -> M:
-    """What ``offloaded(bare, pretrained=...)`` makes; see :meth:`offload.OffloadModel.from_pretrained`."""
-    bare = build_model(Path(path), model, dtype)
-    if key_map is None:
-        key_map = names_of_transformers(bare, [name for name, _, _ in Pretrained(path).headers()])
-    weights = Pretrained(path, key_map=key_map, strict=strict)
-    if adapt is not None:
-        found = {tensor: stored.name for tensor, stored in weights.match({"": bare})[0].items()}
-        with init_empty_weights():
-            bare = adapt(bare)
-        give_values(bare, other_than=found)
-        names = {found[p]: name for name, p in tensors_of({"": bare}).items() if p in found}
-        weights = Pretrained(path, key_map=names.get, strict=False)  # what adapt() adds is in no file
-    made: Any = offloaded(bare, pretrained=weights)
-    result: M = made
-    return result
+def adapted(
+    bare: nn.Module, weights: Pretrained, path: str | os.PathLike[str], adapt: Callable[[nn.Module], nn.Module]
+) -> tuple[nn.Module, Pretrained]:
+    """The model ``adapt(bare)``, and the ``weights`` by its names; what is in no file is initialised."""
+    found = {tensor: stored.name for tensor, stored in weights.match({"": bare})[0].items()}
+    with init_empty_weights():
+        bare = adapt(bare)
+    give_values(bare, other_than=found)
+    names = {found[p]: name for name, p in tensors_of({"": bare}).items() if p in found}
+    return bare, Pretrained(path, key_map=names.get, strict=False)  # what adapt() adds is in no file

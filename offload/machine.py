@@ -38,18 +38,11 @@ class ControlGroup:
     active_file: int
 
 
-@dataclass(frozen=True)
-class _Version:
-    """The file system of a version of control groups, and the names of its files."""
-
-    file_system: str
-    limit: str
-    usage: str
-    prefix: str
-
-
-_V1 = _Version("cgroup", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-_V2 = _Version("cgroup2", "memory.max", "memory.current", "")
+#: Of both versions of control groups, by their file systems: the files of limit and usage, and a prefix of statistics.
+_FILES = {
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    "cgroup2": ("memory.max", "memory.current", ""),
+}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -95,46 +88,45 @@ def capacity(device: torch.device) -> int:
 def control_groups() -> list[ControlGroup]:
     """The control groups of this process and their ancestors, of both versions, that limit its memory."""
     found = []
-    for version, mount, inner in _groups_of_this_process():
-        group = mount / inner
+    for kind, mount, inner in _groups_of_this_process():
+        group, (*names, prefix) = mount / inner, _FILES[kind]
         for folder in [group, *group.parents]:
             if not folder.is_relative_to(mount):
                 break
             with contextlib.suppress(OSError, ValueError):  # no limit is "max", or no such file
-                limit, usage = (int(_text(folder / name)) for name in (version.limit, version.usage))
+                limit, usage = (int(_text(folder / name)) for name in names)
                 counts = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
-                lists = [int(counts.get(f"{version.prefix}{name}_file", 0)) for name in ("inactive", "active")]
+                lists = [int(counts.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active")]
                 found.append(ControlGroup(limit, usage, *lists))
     return found
 
 
-def _groups_of_this_process() -> Iterator[tuple[_Version, Path, Path]]:
-    """The version, the folder in which control groups are mounted, and the group's path in it."""
+def _groups_of_this_process() -> Iterator[tuple[str, Path, Path]]:
+    """The file system, the folder in which control groups are mounted, and the group's path in it."""
     with contextlib.suppress(OSError, ValueError):
         mounts = list(_mounts())
         for line in _lines(ROOT / "proc/self/cgroup"):
             _, controllers, inner = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            version = _V1 if controllers else _V2
+            kind = "cgroup" if controllers else "cgroup2"
             if ".." in Path(inner).parts:
                 continue  # outside of the namespace of control groups, so no mount shows its ancestors
             for of, shown, folder in mounts:
-                if of is version:
+                if of == kind:
                     # In a container only the container's group is mounted.
                     own = Path(inner).relative_to(shown) if Path(inner).is_relative_to(shown) else Path()
-                    yield version, folder, own
+                    yield kind, folder, own
 
 
-def _mounts() -> Iterator[tuple[_Version, Path, Path]]:
-    """The version, the group that is mounted, and where, for each mount that has the controller of memory."""
+def _mounts() -> Iterator[tuple[str, Path, Path]]:
+    """The file system, the group that is mounted, and where, for each mount that has the controller of memory."""
     for line in _lines(ROOT / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = [*after.split(" ", 2), "", ""][:3]
-        for version in (_V1, _V2):
-            if kind == version.file_system and (version is _V2 or "memory" in options.split(",")):
-                shown, folder = (Path(_unescaped(path)) for path in before.split(" ")[3:5])
-                yield version, shown, ROOT / folder.relative_to("/")
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            shown, folder = (Path(_unescaped(path)) for path in before.split(" ")[3:5])
+            yield kind, shown, ROOT / folder.relative_to("/")
 
 
 def file_system(path: Path) -> str:

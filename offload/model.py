@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -23,23 +24,18 @@ from offload.engine.homes import ModelHomes
 from offload.engine.plans.prediction import Estimate
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
-from offload.loading import from_files
-from offload.module import (
-    copy_of_bare,
-    refuse_copies,
-    refuse_moves,
-    show_values,
-    store_values,
-)
+from offload.loading import adapted, build_model, names_of_transformers
+from offload.module import refuse_copies, refuse_moves, show_values, store_values
 from offload.planning.budget import shown_bytes
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
+from offload.streaming.copies import Copies
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.streamer import share_slots
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Statistics
 from offload.telemetry.trace import Event
-from pipe.torch_private.tracing import outside_of_compiled_graphs
+from pipe.torch_private.tracing import breaks_compiled_graphs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +58,6 @@ class OffloadModel(nn.Module):
     """
 
     _offloaded: Offloaded
-    _run_outside_of_compiled_graphs: Callable[..., Any]
 
     # Not __init__: the object is the model that was given.
     def __new__(
@@ -76,19 +71,8 @@ class OffloadModel(nn.Module):
         **options: Any,
     ) -> M:
         """Changes ``model`` and returns it."""
-        return cast(
-            "M",
-            offload(
-                model,
-                device,
-                offload_device,
-                num_slices=num_slices,
-                checkpoint_activation=checkpoint_activation,
-                num_microbatches=num_microbatches,
-                **options,
-                _base=cls,
-            ),
-        )
+        given = {name: value for name, value in locals().items() if name not in ("cls", "options")}
+        return cast("M", offload(**given, **options, _base=cls))
 
     if not TYPE_CHECKING:
         # Python calls it with the arguments of __new__, on a model that is initialised; that of object ignores them.
@@ -141,8 +125,13 @@ class OffloadModel(nn.Module):
                 Nothing was stored then.
             ImportError: if a class of transformers is needed and transformers is not installed.
         """
-        make = partial(cls, device=device, offload_device=offload_device, **options)
-        return from_files(make, path, model=model, dtype=dtype, key_map=key_map, strict=strict, adapt=adapt)
+        bare = build_model(Path(path), model, dtype)
+        if key_map is None:
+            key_map = names_of_transformers(bare, [name for name, _, _ in Pretrained(path).headers()])
+        weights = Pretrained(path, key_map=key_map, strict=strict)
+        if adapt is not None:
+            bare, weights = adapted(bare, weights, path, adapt)
+        return cls(bare, device, offload_device, pretrained=weights, **options)
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -180,6 +169,7 @@ class OffloadModel(nn.Module):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
+    @breaks_compiled_graphs
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model's own forward; or, of an ``nn.Sequential`` or list, each layer with the result of the last.
 
@@ -191,12 +181,6 @@ class OffloadModel(nn.Module):
         take the weights of a slot for constants. Layers that were compiled themselves (``layer.compile()``) stay
         compiled.
         """
-        if torch.compiler.is_compiling():
-            return self._run_outside_of_compiled_graphs(*inputs, **kwargs)
-        return self._offloaded.calls.run(self, inputs, kwargs)
-
-    @outside_of_compiled_graphs  # type: ignore[no-redef]
-    def _run_outside_of_compiled_graphs(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._offloaded.calls.run(self, inputs, kwargs)
 
     def forward_chunks(
@@ -361,17 +345,8 @@ class OffloadModel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. A pending update owns its gradients, so only ``set_to_none=False`` has to finish it."""
         with identities_only() if set_to_none else contextlib.nullcontext():
-            for layer in self.children():
-                layer.zero_grad(set_to_none)
+            super().zero_grad(set_to_none)
             self._homes.public.drop_sums(self.parameters())
-        for p in self._parameters.values():
-            if p is None or p.grad is None:
-                continue
-            if set_to_none:
-                p.grad = None
-            else:  # in place: other code may have kept it
-                p.grad.detach_() if p.grad.grad_fn is not None else p.grad.requires_grad_(False)
-                p.grad.zero_()
 
     def __setattr__(self, name: str, value: Any) -> None:
         added = isinstance(value, (nn.Module, nn.Parameter))
@@ -417,11 +392,15 @@ class OffloadModel(nn.Module):
         own = {key: value for key, value in vars(self).items() if key not in ("_offloaded", "forward")}
         if calls.forward_of_instance is not None:
             own["forward"] = calls.forward_of_instance
-        bare = copy_of_bare(self, offloaded.kind, own, memo, results=results)
-        arguments = replace(offloaded.arguments, blocks=calls.blocks)
-        if calls.apart:
+        bare = memo[id(self)] = offloaded.kind.__new__(offloaded.kind)
+        with Copies(results=results):
+            vars(bare).update(copy.deepcopy(own, memo))
+        arguments = offloaded.arguments
+        if offloaded.homes.layers_apart:
             for name in calls.named:
-                vars(bare.get_submodule(name)).pop("forward", None)
+                block = bare.get_submodule(name)
+                if getattr(block.forward, "__func__", None) is type(block).forward:  # none of its own
+                    vars(block).pop("forward", None)
         else:
             cuts = [len(shard.layers) for shard in offloaded.homes.shards]
             arguments = replace(arguments, num_slices=len(cuts), _cuts=cuts)
@@ -617,9 +596,7 @@ def _class_for(base: type[OffloadModel], model: nn.Module, *, in_order: bool) ->
     if not in_order:
 
         def forward(self: OffloadModel, *inputs: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return self._run_outside_of_compiled_graphs(*inputs, **kwargs)
-            return self._offloaded.calls.run(self, inputs, kwargs)
+            return OffloadModel.forward(self, *inputs, **kwargs)
 
         forward.__doc__ = kind.forward.__doc__
         # Not __wrapped__: code that takes the wrappers of a forward off would take this one off, too.

@@ -1,16 +1,13 @@
 """What the ``nn.Module`` methods of an offloaded model do: ``state_dict``, loading, ``.to()``, copies.
 
-Guarantees
-    * Parameters never leave their homes: methods that would move or cast them raise, those that change nothing and a
-      move to the compute device pass.
-    * A copy, and an unpickled model, has homes of its own.
+Parameters never leave their homes: methods that would move or cast them raise, those that change nothing and a move to
+the compute device pass.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +15,9 @@ from torch import Tensor, nn
 
 from offload.engine.homes import ModelHomes
 from offload.storage import Tier
-from offload.streaming.copies import Copies
 from offload.streaming.stored_values import StoredValues, defers_values, stored_values, values_in_full
 
-__all__ = ["copy_of_bare", "refuse_copies", "refuse_moves", "show_values", "store_values"]
+__all__ = ["refuse_copies", "refuse_moves", "show_values", "store_values"]
 
 
 def show_values(homes: ModelHomes, found: dict[str, Any]) -> None:
@@ -29,20 +25,16 @@ def show_values(homes: ModelHomes, found: dict[str, Any]) -> None:
     formed = [(shard, s) for shard in homes.shards for s in shard.formed]
     if not formed:
         return
-    views = {
-        k: v
-        for k, v in found.items()
-        if isinstance(v, Tensor) and not isinstance(v, nn.Parameter) and v.dtype == torch.bfloat16
-    }
     if defers_values():
         by_address: dict[int, Any] = {s.parameter.data_ptr(): StoredValues(shard, s) for shard, s in formed}
     else:
         exact = [shard for shard in homes.shards if any(s.form and s.form.exact for s in shard.formed)]
         by_address = dict(values_in_full(exact, homes.tier))
-    for name, view in views.items():
-        values = by_address.get(view.data_ptr())
-        if values is not None and values.shape == view.shape:
-            found[name] = values
+    for name, view in found.items():
+        if isinstance(view, Tensor) and not isinstance(view, nn.Parameter) and view.dtype == torch.bfloat16:
+            values = by_address.get(view.data_ptr())
+            if values is not None and values.shape == view.shape:
+                found[name] = values
 
 
 def store_values(homes: ModelHomes, model: nn.Module, state_dict: Any, prefix: str) -> None:
@@ -97,17 +89,3 @@ def refuse_copies(*, formed: bool, sharded: bool) -> None:
             "cannot copy or pickle an OffloadModel with mesh=: each rank stores a part of it. Save it by "
             "torch.distributed.checkpoint, or make another one on all ranks"
         )
-
-
-def copy_of_bare(
-    model: nn.Module, kind: type[nn.Module], own: Mapping[str, Any], memo: dict[int, Any], *, results: bool = False
-) -> nn.Module:
-    """A deep copy of a model as one of class ``kind`` with the attributes ``own``, which is not offloaded.
-
-    ``results``: for a pickle, see :class:`.Copies`.
-    """
-    bare: nn.Module = kind.__new__(kind)
-    memo[id(model)] = bare
-    with Copies(results=results):
-        vars(bare).update(copy.deepcopy(dict(own), memo))
-    return bare

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import layers_of, names_given, names_taken
+from offload.arguments import names_taken
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
@@ -27,7 +26,6 @@ from offload.engine.plans.rows import (
 from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
 from offload.limits import cell_bytes
-from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
@@ -45,31 +43,22 @@ class LayersInOrder:
     It holds the layers, and not the model: a model that is dropped is freed at once.
     """
 
-    #: Whether each layer is a shard, and its calls are planned one by one.
-    apart = False
-    #: The ``blocks=`` of a copy.
-    blocks: Any = None
+    #: Own forwards of blocks: layers have none beside their calls.
+    forwards: Sequence[Callable[..., Any]] = ()
     #: The forward of the instance, which has none beside its class's.
     forward_of_instance: Callable[..., Any] | None = None
-    #: Modules that do not stream, by name.
-    around: Mapping[str, nn.Module] = MappingProxyType({})
 
     homes: ModelHomes
     #: Runs the layers while autograd drives.
     engine: Engine
-    policy: MemoryPolicy
     micro_batches: MicroBatches
 
-    def __init__(self, model: nn.Module) -> None:
-        #: The layers that stream, by their names in the model.
-        self.named = layers_of(model)
+    def __init__(self, named: Mapping[str, nn.Module]) -> None:
+        #: The layers by their names in the model.
+        self.named = named
         self._taken_later = {name for layer in [*self.named.values()][1:] for name in names_taken(layer)}
         #: Kind of a chunk -> the most rows of such chunks that run together; 0: none do.
         self._rows_together: dict[str, int] = {}
-
-    def names_outside(self, model: nn.Module) -> Collection[str]:
-        """Names of the parameters that do not stream."""
-        return ()
 
     def join(self, model: nn.Module, homes: ModelHomes, values: Any, undo: Any) -> None:
         """Connects the model with the homes of its layers."""
@@ -89,14 +78,12 @@ class LayersInOrder:
         check_rows(outputs, (inputs, kwargs))
         return gather_nested(outputs)
 
-    def run_by(self, engine: Engine) -> None:
-        """Notes what runs the layers."""
-        self.engine = engine
-
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for an argument that later layers also have: only the first layer would get it."""
         if len(inputs) > 1 or kwargs:
-            shared = names_given(next(iter(self.named.values())), inputs, kwargs) & self._taken_later
+            positional = zip(names_taken(next(iter(self.named.values()))), inputs[1:], strict=False)
+            given = {name for name, value in (*positional, *kwargs.items()) if value is not None}
+            shared = given & self._taken_later
             if shared:
                 raise TypeError(
                     f"only the first layer gets the arguments of the call, each further one the result of the one "
@@ -115,7 +102,7 @@ class LayersInOrder:
         self.homes.check_open()
         output_fns = [output_fn] * len(chunks)
         if input_fn is not None:
-            return self._run_layers(chunks, output_fns, partial(_made, input_fn))
+            return self._run_layers(chunks, output_fns, lambda chunk: as_call(0, input_fn(chunk)))
         calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
         runs = runs_together(calls, partial(self._most_rows_together, model)) if self._joins_chunks else []
         if any(len(run) > 1 for run in runs):
@@ -149,7 +136,7 @@ class LayersInOrder:
     @property
     def _joins_chunks(self) -> bool:
         """Whether chunks may run together. Not over a mesh: ranks with other chunks would measure other ones."""
-        policy = self.policy
+        policy = self.homes.policy
         may = policy.activation_bytes is not None and policy.join_chunks is not False
         return may and not self.homes.public.sharded and not looks_across_rows([*self.named.values()])
 
@@ -159,9 +146,9 @@ class LayersInOrder:
         if kind not in self._rows_together:
             if len(self._rows_together) >= KINDS_REMEMBERED:
                 self._rows_together.clear()
-            nbytes, given = self.activation_bytes(call, None), self.policy.activation_bytes or 0
-            joins = nbytes and (self.policy.join_chunks or not self.engine.draws)
-            most = min(given, cell_bytes(self.policy, self.homes.device) or given)
+            nbytes, given = self.activation_bytes(call, None), self.homes.policy.activation_bytes or 0
+            joins = nbytes and (self.homes.policy.join_chunks or not self.engine.draws)
+            most = min(given, cell_bytes(self.homes.policy, self.homes.device) or given)
             self._rows_together[kind] = most * (rows_in(call) or 0) // nbytes if joins else 0
         return self._rows_together[kind]
 
@@ -179,7 +166,3 @@ class LayersInOrder:
         layers = [shard.layers for shard in self.homes.shards]
         dtype = self.homes.param_dtype
         return measured_activations(self.engine, layers, call, output_fn=output_fn, dtype=dtype)
-
-
-def _made(input_fn: Callable[[Any], Any], chunk: Any) -> Any:
-    return as_call(0, input_fn(chunk))

@@ -1,4 +1,4 @@
-"""Imports the scripts in ``docs/examples``."""
+"""Imports scripts in ``docs``, which is no package."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EXAMPLES", "load_example"]
+__all__ = ["DOCS", "EXAMPLES", "load_example", "load_script"]
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+DOCS = Path(__file__).parents[1] / "docs"
+EXAMPLES = DOCS / "examples"
 
 
 @functools.cache
-def load_example(name: str) -> Any:
-    """The module of an example."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+def load_script(path: Path) -> Any:
+    """The module of a script, which runs once."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def load_example(name: str) -> Any:
+    """The module of an example."""
+    return load_script(EXAMPLES / f"{name}.py")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.examples import DOCS, load_script
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,17 +31,6 @@ def section(title: str) -> str:
 def blocks(text: str, language: str) -> list[list[str]]:
     """The lines of each fenced block."""
     return [body.splitlines() for body in re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
-
-
-def pictures() -> ModuleType:
-    """The script that draws the pictures."""
-    pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "tools" / "pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_outside_of_code_the_readme_has_at_most_700_words() -> None:
@@ -82,7 +71,8 @@ def test_the_glossary_explains_each_word_in_one_line(word: str) -> None:
 
 
 def test_the_picture_shows_the_recorded_ratios() -> None:
-    module = pictures()
+    pytest.importorskip("matplotlib")
+    module = load_script(DOCS / "tools" / "pictures.py")
     image = pytest.importorskip("PIL.Image").open(module.PICTURE)
     drawn = {case: tuple(point) for case, point in json.loads(image.text[module.POINTS]).items()}
     assert drawn == module.recorded_points()

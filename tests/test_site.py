@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.examples import DOCS, load_script
+
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
 PUBLIC = [
     "offload/__init__.py",
     "gradcache/__init__.py",
@@ -48,32 +47,11 @@ def test_the_navigation_has_every_page() -> None:
     assert [page for page in sorted(listed) if not (DOCS / page).is_file()] == []
 
 
-def docstrings() -> ModuleType:
-    """The extension that turns docstrings into Markdown."""
+def test_roles_become_code_and_literal_blocks_are_fenced() -> None:
     pytest.importorskip("griffe", reason="needs the extra docs")
-    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "tools" / "docstrings.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("role", "code"),
-    [
-        ("a :class:`~offload.OffloadModel` trains", "a `OffloadModel` trains"),
-        (":meth:`step`", "`step`"),
-        (":mod:`pipe.turn`", "`pipe.turn`"),
-        (":meth:`OffloadModel.trace <offload.OffloadModel.trace>`", "`OffloadModel.trace`"),
-        ("``plain``", "``plain``"),
-    ],
-)
-def test_a_role_becomes_code(role: str, code: str) -> None:
-    assert docstrings().without_roles(role) == code
-
-
-def test_a_literal_block_becomes_a_fenced_one() -> None:
+    module = load_script(DOCS / "tools" / "docstrings.py")
+    roles = "a :class:`~offload.OffloadModel`, :mod:`pipe.turn`, :meth:`OffloadModel.trace <offload.trace>`, ``plain``"
+    assert module.without_roles(roles) == "a `OffloadModel`, `pipe.turn`, `OffloadModel.trace`, ``plain``"
     text = "Usage::\n\n    x = 1\n\n    y = 2\n\n::\n\n    a -> b\n\nThe end."
     expected = "Usage:\n\n```python\nx = 1\n\ny = 2\n```\n\n```text\na -> b\n```\n\nThe end."
-    assert docstrings().fenced(text) == expected
+    assert module.fenced(text) == expected

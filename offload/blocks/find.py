@@ -80,7 +80,6 @@ def find_blocks(model: nn.Module, blocks: Blocks | BlockNames | None) -> dict[st
             f"blocks='encoder.layer'"
         )
     _check_apart(found)
-    _check_plain(found)
     return found
 
 
@@ -171,16 +170,11 @@ def _check_apart(blocks: Mapping[str, nn.Module]) -> None:
             )
         names[block] = name
     for name, block in blocks.items():
+        if isinstance(block, torch.jit.ScriptModule):
+            raise ValueError(f"block {name} is scripted by torch.jit, which fixes its weights; pass the plain module")
         for path, module in block.named_modules():
             if path and module in names:
                 raise ValueError(f"block {names[module]} is inside block {name}; name lists that are apart")
-
-
-def _check_plain(blocks: Mapping[str, nn.Module]) -> None:
-    """Raises ValueError for a scripted block: it could not run with weights in slots."""
-    for name, block in blocks.items():
-        if isinstance(block, torch.jit.ScriptModule):
-            raise ValueError(f"block {name} is scripted by torch.jit, which fixes its weights; pass the plain module")
 
 
 def parameters_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
@@ -269,29 +263,21 @@ def _groups(model: nn.Module, blocks: Named, staying: Collection[str]) -> list[l
             and not any(fnmatchcase(name, pattern) for name, pattern in itertools.product(kept, staying))
         )
 
-    groups: list[tuple[int, list[str]]] = []
-    seen: set[nn.Module] = set()
-    for modules in users.values():
-        tied = [] if seen.intersection(modules) else list(_tied(modules, users))
-        seen.update(tied)
-        # One of several modules of the same table is often a name for it that nothing calls.
-        if tied and all(map(may_stream, tied)) and sum(isinstance(module, _TABLES) for module in tied) < 2:
-            nbytes = sum(p.nbytes for p in {p for module in tied for p in module.parameters()})
-            groups.append((nbytes, [paths[module][0] for module in tied]))
+    def nbytes(tied: Sequence[nn.Module]) -> int:
+        return sum(p.nbytes for p in {p for module in tied for p in module.parameters()})
+
     least = sum(p.nbytes for p in users) / LEAST_SHARE
-    return [names for nbytes, names in sorted(groups, key=lambda group: -group[0]) if nbytes >= least]
-
-
-def _tied(modules: Collection[nn.Module], users: Mapping[nn.Parameter, list[nn.Module]]) -> Iterator[nn.Module]:
-    """Some modules, and those that share parameters with one of them, each once."""
-    found: set[nn.Module] = set()
-    left = list(modules)
-    while left:
-        module = left.pop(0)
-        if module not in found:
-            found.add(module)
-            yield module
-            left += [user for p in module._parameters.values() if p is not None for user in users[p]]
+    groups = [
+        tied
+        for tied in dict.fromkeys(map(tuple, users.values()))
+        # One of several modules of the same table is often a name for it that nothing calls.
+        if all(map(may_stream, tied))
+        and sum(isinstance(module, _TABLES) for module in tied) < 2
+        # Without those of which another parameter is tied to a module that is none of these.
+        and all(set(users[p]) <= set(tied) for module in tied for p in module.parameters())
+        and nbytes(tied) >= least
+    ]
+    return [[paths[module][0] for module in tied] for tied in sorted(groups, key=nbytes, reverse=True)]
 
 
 def _is_plain(p: nn.Parameter) -> bool:

@@ -11,23 +11,14 @@ from torch import nn
 __all__ = ["methods_refused"]
 
 #: Methods of transformers and peft that replace modules or parameters, and what to do instead.
-_WRAP_LATER = "call it on the model before it is wrapped"
+_SETTING = ("set_input_embeddings", "set_output_embeddings")
+_RESIZING = ("resize_token_embeddings", "resize_position_embeddings", "prune_heads", "dequantize")
+_ADAPTING = ("add_adapter", "load_adapter", "delete_adapter", "add_weighted_adapter")
 _REPLACING = {
-    "resize_token_embeddings": _WRAP_LATER,
-    "set_input_embeddings": _WRAP_LATER,
-    "set_output_embeddings": _WRAP_LATER,
-    "resize_position_embeddings": _WRAP_LATER,
-    "prune_heads": _WRAP_LATER,
-    "add_adapter": _WRAP_LATER,
-    "load_adapter": _WRAP_LATER,
-    "delete_adapter": _WRAP_LATER,
-    "add_weighted_adapter": _WRAP_LATER,
-    "dequantize": _WRAP_LATER,
+    **dict.fromkeys(_SETTING + _RESIZING + _ADAPTING, "call it on the model before it is wrapped"),
     "merge_and_unload": "merge_adapter() keeps the layers; or unload the model and wrap it afterwards",
     "unload": "unload the model and wrap it afterwards",
 }
-
-_SETTING = ("set_input_embeddings", "set_output_embeddings")
 
 
 def methods_refused(model: nn.Module) -> dict[str, Callable[..., Any]]:

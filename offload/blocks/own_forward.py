@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.blocks.body import Body, StreamedForward
-from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside, with_rest
+from offload.blocks.body import StreamedForward, own_forward
+from offload.blocks.find import parameters_outside
 from offload.engine.chunks import run_chunks
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
-from offload.engine.plans.outside import bytes_staying
 from offload.engine.structure import Structure
-from offload.memory import MemoryArguments, Needs
-from offload.planning.budget import GAPS_SHARE
-from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches
-from offload.storage import DiskHome, home_of
 from offload.streaming.materialize import Materializer, Values
-from offload.streaming.quantised import check_storable, is_taken_apart, refresh, stored_tensors
+from offload.streaming.quantised import is_taken_apart, refresh, stored_tensors
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import map_tensors, tensors_in
@@ -35,9 +28,6 @@ from pipe.recompute.thread_state import lasting_hooks
 from pipe.torch_private.autograd import saved_tensor_hooks
 
 __all__ = ["OwnForward"]
-
-
-# The parameters and buffers of a model outside of its blocks: placed on the compute device, and cast in a forward.
 
 
 @torch.no_grad()
@@ -69,54 +59,6 @@ def place_outside(modules: Mapping[str, nn.Module], device: torch.device, values
                 module._buffers[key] = buffer.to(device)
 
 
-class OutsideCasts:
-    """The floating-point parameters of ``modules``, without their children, as ``dtype`` while a forward runs.
-
-    In place of each parameter its module has a cast, made once a forward, also where parameters are tied. The cast is a
-    part of the graph, so gradients are added to the parameter in its own type.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
-        self._modules = modules
-        self.dtype = dtype
-        self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-
-    def __enter__(self) -> None:
-        """Replaces the parameters."""
-        casts: dict[nn.Parameter, Tensor] = {}
-        try:
-            for module in self._modules.values():
-                members: dict[str, Any] = module._parameters
-                for key, p in members.items():
-                    if p is not None and p.is_floating_point() and p.dtype != self.dtype:
-                        if p not in casts:
-                            casts[p] = p.to(self.dtype)
-                        self._replaced.append((members, key, p))
-                        members[key] = casts[p]
-        except BaseException:
-            self.end()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        """Puts the parameters back."""
-        self.end()
-
-    def cast(self, x: Tensor) -> Tensor:
-        """An input of the model in the type, if it is of floating point."""
-        return x.to(self.dtype) if x.is_floating_point() else x
-
-    def end(self) -> None:
-        """Puts the parameters back. May be called again after an interrupt."""
-        while self._replaced:
-            members, key, p = self._replaced[-1]
-            members[key] = p
-            self._replaced.pop()
-
-
-#: States of an optimizer for each trained parameter that are counted before there is one: those of Adam.
-STATES_EXPECTED = 2
-
-
 class OwnForward:
     """How a model runs whose own forward calls its blocks.
 
@@ -124,86 +66,34 @@ class OwnForward:
 
     Args:
         model: the model, which is not changed before :meth:`join`.
-        blocks: see :class:`~offload.OffloadModel`.
+        blocks: its blocks by name.
+        around: the modules that do not stream, by name, each without its children; the model is one of them.
         device: the compute device.
         param_dtype: type in which the model computes; None: as its parameters are.
-        rest: names of the modules that are blocks because memory is too small for them to stay.
     """
-
-    apart = True
 
     homes: ModelHomes
     #: Runs the blocks while autograd drives.
     engine: Engine
-    policy: MemoryPolicy
     micro_batches: MicroBatches
 
     def __init__(
         self,
         model: nn.Module,
-        blocks: Blocks | BlockNames | None,
+        blocks: Mapping[str, nn.Module],
+        around: Mapping[str, nn.Module],
         device: torch.device,
         param_dtype: torch.dtype | None,
-        rest: Sequence[str] = (),
     ) -> None:
-        self.device, self._rest = device, rest
-        self._blocks = found = find_blocks(model, blocks)
-        quantised = [(name, p) for name, p in parameters_outside(model, found).items() if is_taken_apart(p)]
-        check_storable(quantised, [model], device)
-        #: The layers that stream, by their names in the model.
-        self.named: dict[str, nn.Module] = {name: Body(block) for name, block in found.items()}
-        #: Modules that do not stream, by name, each without its children; the model is one of them.
-        self.around: Mapping[str, nn.Module] = weakref.WeakValueDictionary(modules_outside(model, found))
-        #: The parameters outside of the blocks in the type of ``param_dtype``, if that is given.
-        self._casts = None if param_dtype is None else OutsideCasts(self.around, param_dtype)
-        #: The ``blocks=`` of a copy.
-        self.blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in found)) if blocks is None else blocks
+        self.device, self.named, self.around, self._dtype = device, blocks, around, param_dtype
+        #: The own forwards of the blocks.
+        self.forwards = [own_forward(block) for block in blocks.values()]
+        #: The parameters in whose places there are casts while a forward runs.
+        self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self._kind = type(model)
         #: That of the instance, if it is not its class's. One that is set later is around the offloaded model's.
         self.forward_of_instance: Callable[..., Any] | None = vars(model).get("forward")
         self._takes_use_cache = _takes_use_cache(model)
-
-    def names_outside(self, model: nn.Module) -> Collection[str]:
-        """Names of the parameters that do not stream."""
-        return list(parameters_outside(model, self._blocks))
-
-    def with_more(
-        self,
-        model: nn.Module,
-        memory: MemoryArguments,
-        *,
-        offload_device: object,
-        param_dtype: torch.dtype | None,
-        resident: str | Sequence[str] | None,
-        staying: Collection[nn.Parameter],
-        ranks: int,
-        replicas: int,
-    ) -> OwnForward | None:
-        """One of which more streams, where ``memory`` is too small for what is around the blocks; None if it is not.
-
-        Arguments as of :class:`~offload.OffloadModel`; ``staying``: what ``resident`` names; ``ranks``: processes that
-        store a part each; ``replicas``: groups of such.
-        """
-        limit = memory.limit_on(self.device)
-        if limit is None or (isinstance(offload_device, DiskHome) and offload_device.keep):
-            return None  # a kept home is laid out by the blocks, and opened with any memory
-        given: dict[str, Any] = {"on_disk": home_of(offload_device) is not None, "param_dtype": param_dtype}
-        given |= {"ranks": ranks, "replicas": replicas, "apart": True, "device": self.device}
-
-        def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
-            around = modules_outside(model, blocks).values()
-            outside = bytes_staying(around, staying, param_dtype, states=states)
-            each = list(blocks.values())  # a shard each
-            return Needs(each, memory.policy.slots, outside=outside, **given)([1] * len(each))
-
-        patterns = [resident] if isinstance(resident, str) else resident or ()
-        room = limit - limit // GAPS_SHARE
-        found = with_rest(model, self._blocks, room, needed, patterns)
-        rest = [name for name in found if name not in self._blocks]
-        # Without states, as the limit is checked, what stays may take less.
-        if not rest or needed(found, 0) > max(limit, needed(self._blocks, 0) - 1):
-            return None
-        return OwnForward(model, BlockNames(tuple(found)), self.device, param_dtype, rest)
 
     def join(
         self, model: nn.Module, homes: ModelHomes, values: Mapping[Tensor, Values], undo: Callable[..., Any]
@@ -214,7 +104,7 @@ class OwnForward:
         """
         self.homes = homes
         place_outside(self.around, self.device, values)
-        outside = parameters_outside(model, self._blocks)
+        outside = parameters_outside(model, self.named)
         homes.public.replicate(outside, self.around.values())
         staying = set(outside.values())
         # With a mesh, no parameter is taken apart.
@@ -225,25 +115,13 @@ class OwnForward:
                 tensor.data = tensor.data.to(self.device)
             assert each.part_of is not None
             refresh(each.part_of)
-        homes.outside, homes.blocks, homes.rest = list(outside.values()), list(self._blocks), self._rest
+        homes.outside, homes.blocks, homes.around = list(outside.values()), list(self.named), self.around
         homes.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)
-        homes.around = [weakref.ref(module) for module in modules_outside(model, self._blocks).values()]
-        self._forwards = forwards = list[StreamedForward]()
-
-        def remove() -> None:
-            for each in forwards:
-                each.remove()
-
-        undo(remove)
-        for j, block in enumerate(self._blocks.values()):
-            forwards.append(StreamedForward(j, block))
+        for j, block in enumerate(self.named.values()):
+            forward = StreamedForward(j, block, self)
+            undo(forward.remove)
+            forward.put(block)
         homes.structure = Structure(model._modules)
-
-    def run_by(self, engine: Engine) -> None:
-        """Notes what runs the blocks."""
-        self.engine = engine
-        for each in self._forwards:
-            each.run_by(engine)
 
     def _forward(self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = call
@@ -254,9 +132,9 @@ class OwnForward:
         """The outputs of a call of the model."""
         self._check_model()
         call = self._brought((inputs, self._without_cache(kwargs)))
-        forward_on, count = partial(self._forward, model), self.micro_batches.given
+        forward_on, count = partial(self._forward, model), self.micro_batches.count(call)
         one = count == 1
-        chunks = [call] if count is None or one else split_nested(call, count)
+        chunks = [call] if one else split_nested(call, count)
         # Before parameters are replaced: code around this model compares the state of its modules here.
         answered = offered(model, chunks)
         if answered is not None:
@@ -268,21 +146,45 @@ class OwnForward:
             with self._computing():
                 if one:
                     return forward_on(call)
-                outputs = run_chunks(engine, forward_on, chunks, self._modules_around())
+                outputs = run_chunks(engine, forward_on, chunks, [*self.around.values()])
             check_rows(outputs, call)
             return gather_nested(outputs)
 
         # The engine compares the parameters before casts take their places.
         return engine.forward(forward)
 
-    def _modules_around(self) -> list[nn.Module]:
-        return self.homes.modules_outside()
-
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """A context in which what is outside of the blocks is as the model's forward computes with it."""
-        with self.engine.computing(), nullcontext() if self._casts is None else self._casts:
-            yield
+        with self.engine.computing():
+            try:
+                if self._dtype is not None:
+                    self._cast(self._dtype)
+                yield
+            finally:
+                self._uncast()
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        """Puts casts in place of the parameters outside of the blocks: one of each, also where they are tied.
+
+        A cast is a part of the graph, so gradients are added to the parameter in its own type.
+        """
+        casts: dict[nn.Parameter, Tensor] = {}
+        for module in self.around.values():
+            members: dict[str, Any] = module._parameters
+            for key, p in members.items():
+                if p is not None and p.is_floating_point() and p.dtype != dtype:
+                    if p not in casts:
+                        casts[p] = p.to(dtype)
+                    self._replaced.append((members, key, p))
+                    members[key] = casts[p]
+
+    def _uncast(self) -> None:
+        """Puts the parameters back. May be called again after an interrupt."""
+        while self._replaced:
+            members, key, p = self._replaced[-1]
+            members[key] = p
+            self._replaced.pop()
 
     def forward_chunks(
         self,
@@ -303,7 +205,7 @@ class OwnForward:
 
         def run() -> list[Any]:
             with self._computing():
-                return run_chunks(engine, forward, chunks, self._modules_around())
+                return run_chunks(engine, forward, chunks, [*self.around.values()])
 
         return engine.forward(run)
 
@@ -318,7 +220,9 @@ class OwnForward:
         """A value whose tensors are on the compute device, and in the type that the model computes in."""
         if not all(x.device == self.device for x in tensors_of_call(value)):
             value = map_tensors(lambda x: x.to(self.device), value)
-        return value if self._casts is None else map_tensors(self._casts.cast, value)
+        if (dtype := self._dtype) is not None:
+            value = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+        return value
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """A recomputation would write into a cache of keys and values again: none is made unless it is asked for."""
@@ -327,8 +231,7 @@ class OwnForward:
         return {**kwargs, "use_cache": False}
 
     def _check_model(self) -> None:
-        if self._casts is not None:
-            self._casts.end()  # an interrupt may have left casts in place
+        self._uncast()  # an interrupt may have left casts in place
         self.homes.public.take_settings()  # before the first block: they decide whether there will be a backward
         if torch.is_grad_enabled() and saved_tensor_hooks() is not None and lasting_hooks() is None:
             raise RuntimeError(

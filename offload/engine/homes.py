@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -77,12 +78,10 @@ class ModelHomes:
     references: References
     #: Names of the blocks that the model's own forward calls; none for layers that are called in order.
     blocks: Sequence[str] = ()
-    #: Those of them that are blocks because memory is too small for them to stay.
-    rest: Sequence[str] = ()
     #: The parameters outside of the blocks.
     outside: Sequence[nn.Parameter] = ()
-    #: The modules outside of the blocks. Weak references, since the model refers to this object.
-    around: Sequence[weakref.ref[nn.Module]] = ()
+    #: The modules outside of the blocks by name. Weak references, since the model refers to this object.
+    around: Mapping[str, nn.Module] = MappingProxyType({})
 
     def __init__(
         self,
@@ -220,14 +219,10 @@ class ModelHomes:
             return 0
         return next((shard.index for shard in self.shards if shard.trainable), len(self.shards))
 
-    def modules_outside(self) -> list[nn.Module]:
-        """The modules outside of the blocks."""
-        return [module for each in self.around if (module := each()) is not None]
-
     def outside_bytes(self) -> OutsideBytes:
         """Bytes on the compute device that belong to no shard."""
         return outside_bytes(
-            self.modules_outside(),
+            [*self.around.values()],
             self.outside,
             self.resident,
             self.shards,

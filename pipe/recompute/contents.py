@@ -68,8 +68,6 @@ def _held_by(module: nn.Module, whole: bool) -> _Held:
 @functools.lru_cache(maxsize=1024)
 def _keeps_its_own(kind: type[nn.Module]) -> bool:
     """Whether attributes of a module are those of the present run, as ``no_sync()`` of a wrapper around a backward."""
-    if getattr(kind, "shows_another", False):  # the attributes are those of a module of the user
-        return False
     defined = kind.__module__
     return defined.partition(".")[0] in PACKAGES or defined.startswith(("torch.nn.parallel.", "torch.distributed."))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload import MemoryPolicy, OffloadModel
+from tests.offload.zoo import OwnForward
 
 WIDTH = 6
 
@@ -86,66 +87,38 @@ def test_a_compiled_module_around_a_model_has_a_break_in_its_graph(recompute: bo
     assert backend.graphs == 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("blocks", "how"), [(None, "in place"), ("layers", "in place"), ("layers", "wrapped")])
 @pytest.mark.parametrize("mode", ["recompute", "graphs", "kept"])
-def test_compiled_layers_stay_compiled(mode: str, backend: str, tmp_path: Any) -> None:
-    bare, counted = layers(), Backend(backend)
+def test_compiled_layers_stay_compiled_and_hooks_of_blocks_run_once(
+    mode: str, blocks: str | None, how: str, tmp_path: Any
+) -> None:
+    bare, counted = OwnForward([*layers()]) if blocks else layers(), Backend("aot_eager")
     expected = step(bare, list(bare.parameters()))
-    compiled = copy.deepcopy(bare)
-    for layer in compiled:
-        layer.compile(backend=counted)
-    model = OffloadModel(
-        compiled,
-        "cpu",
-        tmp_path,
-        num_slices=2,
-        checkpoint_activation=mode != "kept",
-        memory=MemoryPolicy.fixed(graph_bytes="1MiB" if mode == "graphs" else None),
-    )
-    for _ in range(3):
-        torch.testing.assert_close(step(model, list(model.parameters())), expected)
-    assert counted.runs >= 3 * len(bare)
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
-@pytest.mark.parametrize("how", ["in place", "wrapped"])
-@pytest.mark.parametrize("mode", ["recompute", "graphs", "kept"])
-def test_compiled_blocks_stay_compiled_and_their_hooks_run_once(mode: str, how: str, tmp_path: Any) -> None:
-    bare, counted = Blocks(), Backend("aot_eager")
-    expected = step(bare, list(bare.parameters()))
-    compiled = copy.deepcopy(bare)
-    for k, layer in enumerate(compiled.layers):
+    compiled: Any = copy.deepcopy(bare)
+    parts = compiled.layers if blocks else compiled
+    for k, layer in enumerate(parts):
         if how == "in place":
             layer.compile(backend=counted)
         else:
-            compiled.layers[k] = torch.compile(layer, backend=counted)  # type: ignore[assignment]
+            parts[k] = torch.compile(layer, backend=counted)
     names = [name for name, _ in compiled.named_parameters()]
     model = OffloadModel(
         compiled,
         "cpu",
         tmp_path,
-        blocks="layers",
+        num_slices=2,
+        blocks=blocks,
         checkpoint_activation=mode != "kept",
         memory=MemoryPolicy.fixed(graph_bytes="1MiB" if mode == "graphs" else None),
     )
     hooked: list[nn.Module] = []
-    model.layers[1].register_forward_hook(lambda block, args, output: hooked.append(block))
+    parts[1].register_forward_hook(lambda block, args, output: hooked.append(block))
     for _ in range(3):
         torch.testing.assert_close(step(model, list(model.parameters())), expected)
     assert [name for name, _ in model.named_parameters()] == names
-    assert hooked == [model.layers[1]] * 3
-    assert counted.runs >= 3 * len(bare.layers)
-    assert counted.graphs <= 2 * len(bare.layers)  # with and without gradients
+    assert hooked == [parts[1]] * 3 or not blocks
+    assert counted.runs >= 3 * len(parts)
+    assert counted.graphs <= 2 * len(parts) or not blocks  # with and without gradients
 
 
 # --- what takes a model apart -----------------------------------------------------------------------------------------
@@ -159,11 +132,11 @@ def in_fake_tensors(model: nn.Module) -> None:
 REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "an export": (
         lambda model: torch.export.export(model, (torch.zeros(2, WIDTH),), strict=False),
-        r"inside torch\.export|outside_of_compiled_graphs",
+        r"inside torch\.export|OffloadModel\.forward",
     ),
     "a strict export": (
         lambda model: torch.export.export(model, (torch.zeros(2, WIDTH),), strict=True),
-        r"inside torch\.export|outside_of_compiled_graphs",
+        r"inside torch\.export|OffloadModel\.forward",
     ),
     "a trace of jit": (
         lambda model: torch.jit.trace(model, torch.zeros(2, WIDTH)),

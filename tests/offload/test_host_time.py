@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from benchmarks.host_time import WARM_UP, calls_in, layers
 from benchmarks.host_time import checkpointed as checkpointed_by_torch
 from offload import OffloadModel, OffloadOptimizer
+from tests.offload.zoo import OwnForward
 
 BLOCKS = 16
 
@@ -53,18 +54,9 @@ def test_a_recomputed_block_takes_few_more_calls_than_a_checkpoint_of_torch(
     assert calls_of(lambda: model(x).mean().backward()) / microbatches <= most * checkpointed
 
 
-class OwnForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.parametrize(("kind", "named"), [(blocks, None), (OwnForward, "layers")], ids=["sequential", "own-forward"])
+@pytest.mark.parametrize(
+    ("kind", "named"), [(blocks, None), (lambda: OwnForward([*blocks()]), "layers")], ids=["sequential", "own-forward"]
+)
 def test_a_step_in_which_everything_stays_takes_at_most_twice_the_calls_of_the_plain_one_and_30(
     kind: Callable[[], nn.Module], named: str | None, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ def stepped(pipe: Pipe, schedule: str | None, steps: int = 2) -> list[torch.Tens
     return [*seen, *(t.clone() for t in pipe.state_dict().values()), torch.get_rng_state()]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     count=st.integers(2, 5),
     devices=st.integers(1, 2),

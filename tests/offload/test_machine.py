@@ -68,22 +68,20 @@ def test_without_a_limit_free_memory_is_what_is_available(tree: Tree) -> None:
     assert capacity(CPU) == 40 * 1024
 
 
-@pytest.mark.parametrize("tightest", ["own", "parent", "machine"])
-def test_free_memory_is_the_least_of_all_ancestors_and_the_machine(tree: Tree, tightest: str) -> None:
+@pytest.mark.parametrize("tightest", ["own", "parent", "machine", "private", "exceeded"])
+def test_free_memory_is_the_least_of_all_ancestors_the_machine_and_the_limit_of_the_process(
+    tree: Tree, tightest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {"proc/self/cgroup": "0::/job/step\n", "proc/self/mountinfo": V2}
     files |= group("sys/fs/cgroup/job", 9000 if tightest == "parent" else 90_000, 8000, inactive=500, active=300)
-    files |= group("sys/fs/cgroup/job/step", 5000 if tightest == "own" else 50_000, 4800, inactive=100)
+    files |= group("sys/fs/cgroup/job/step", {"own": 5000, "exceeded": 4000}.get(tightest, 50_000), 4800, inactive=100)
     files |= group("sys/fs/cgroup/other", 10, 10)
     tree(files, available=2 if tightest == "machine" else 30)
-    assert free_host_bytes() == {"own": 300, "parent": 1500, "machine": 2048}[tightest]
+    limit_private(monkeypatch, 9000 if tightest == "private" else resource.RLIM_INFINITY, 8600)
+    expected = {"own": 300, "parent": 1500, "machine": 2048, "private": 400, "exceeded": 0}
+    assert free_host_bytes() == expected[tightest]
     assert free_bytes(CPU) == free_host_bytes()
-    assert capacity(CPU) == {"own": 5000, "parent": 9000, "machine": 40 * 1024}[tightest]
-
-
-def test_a_group_over_its_limit_leaves_nothing(tree: Tree) -> None:
-    files = {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2} | group("sys/fs/cgroup", 10, 20)
-    tree(files)
-    assert free_host_bytes() == 0
+    assert capacity(CPU) == {"own": 5000, "parent": 9000, "exceeded": 4000}.get(tightest, 40 * 1024)
 
 
 def test_both_versions_of_control_groups_count(tree: Tree) -> None:

@@ -26,6 +26,19 @@ class Unused(nn.Module):
         return self.linear(x)
 
 
+class OwnForward(nn.Module):
+    """Calls its ``layers`` in a forward of its own."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Noise(nn.Module):
     """Draws from Python's and NumPy's generators too."""
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer, init_empty_weights
 from tests.offload.blocks.towers import WIDTH, Model, assert_equal, loss_of, make, step, words
+from tests.offload.persistent import everything
 from tests.programs import run_program
 
 
@@ -213,7 +214,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.norm = nn.ModuleList(Block() for _ in range(12)), nn.LayerNorm(1024)
+        self.layer, self.norm = nn.ModuleList(Block() for _ in range(6)), nn.LayerNorm(1024)
 
     def forward(self, x):
         for block in self.layer:
@@ -239,15 +240,15 @@ block = sum(p.nbytes for p in Block().parameters())
 before = held()
 resource.setrlimit(resource.RLIMIT_DATA, (before["VmData"] + 3 * block // 2, resource.RLIM_INFINITY))
 model = OffloadModel.from_pretrained(sys.argv[1], "cpu", sys.argv[1] + "/home/", model=Model, blocks="layer")
-assert sum(p.nbytes for p in model.parameters()) > 11 * block
+assert sum(p.nbytes for p in model.parameters()) > 5 * block
 assert held()["RssAnon"] - before["RssAnon"] < block, (held(), before, block)
-print(float(model.layer[11].two.weight.detach().sum()))
+print(float(model.layer[5].two.weight.detach().sum()))
 """
 
 
 def test_construction_takes_less_memory_than_one_shard(tmp_path: Path) -> None:
     tensors = {}
-    for k in range(12):
+    for k in range(6):
         for name, shape in (("one", (2048, 1024)), ("two", (1024, 2048))):
             tensors[f"layer.{k}.{name}.weight"] = torch.full(shape, 2.0**-k, dtype=torch.bfloat16)
             tensors[f"layer.{k}.{name}.bias"] = torch.zeros(shape[0], dtype=torch.bfloat16)
@@ -255,14 +256,10 @@ def test_construction_takes_less_memory_than_one_shard(tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     ended = run_program(MEMORY, tmp_path)
     assert ended.status == 0, ended.errors
-    assert float(ended.output) == 2.0**10  # 2 ** 21 elements
+    assert float(ended.output) == 2.0**16  # 2 ** 21 elements
 
 
 # --- a home that is kept ----------------------------------------------------------------------------------------------
-
-
-def everything(model: nn.Module) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
 @pytest.mark.parametrize("build", [on_meta, empty])

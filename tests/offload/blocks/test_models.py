@@ -194,23 +194,6 @@ class AfterWrites(Model):
         return x
 
 
-class WritesItself(nn.Module):
-    """Writes its own parameter in each forward, as an initialisation from data does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.scale.mul_(1.5)
-        return torch.tanh(x * self.scale.clone())
-
-
-class Writing(Model):
-    kind = WritesItself
-
-
 class Argument(Model):
     """Gives its blocks a layer as an argument."""
 
@@ -254,18 +237,6 @@ class Reads(Model):
         return super().forward(x) @ self.layer[0].weight
 
 
-class Enables(Model):
-    """Calls its first block without gradients, and enables them itself for the others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.layer[0](x)
-            with torch.enable_grad():
-                for block in self.layer[1:]:
-                    x = block(x)
-                return x
-
-
 class Half(Model):
     """Computes in bfloat16."""
 
@@ -296,8 +267,8 @@ class Leaves(Model):
 
 
 MODELS = [
-    *(Remembers, Scopes, Objects, Generators, Tables, NegativeTables, Notes, Calls, AfterWrites, Writing, Argument),
-    *(Held, Neighbour, Attribute, Reads, Enables, Half, Down, Leaves),
+    *(Remembers, Scopes, Objects, Generators, Tables, NegativeTables, Notes, Calls, AfterWrites, Argument),
+    *(Held, Neighbour, Attribute, Reads, Half, Down, Leaves),
 ]
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradcache import GradCache
 from offload import OffloadModel
 
 WIDTH, WORDS = 8, 20
@@ -88,10 +87,6 @@ def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
     return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
 
 
-def contrastive(x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
-
-
 def words(rows: int = 3, length: int = 5, seed: int = 1) -> Tensor:
     return torch.randint(0, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
 
@@ -127,17 +122,3 @@ def assert_equal(bare: nn.Module, model: nn.Module, *, exact: bool = True) -> No
     buffers = dict(model.named_buffers())
     for name, buffer in bare.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
-
-
-def assert_equal_in_chunks(plain: nn.Module, model: nn.Module, key: str) -> None:
-    """One contrastive step, with the mean of the output ``key`` as representation: by GradCache in chunks of 2 rows."""
-
-    def rep(output: Any) -> Any:
-        return output[key].mean(1)
-
-    x, y = words(4), words(4, 3, seed=5)
-    expected = contrastive(rep(plain(x)), rep(plain(y)))
-    expected.backward()
-    assert close(expected.detach(), GradCache([model, model], 2, contrastive, get_rep_fn=rep)(x, y))
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert close(p.grad, q.grad)

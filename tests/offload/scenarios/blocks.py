@@ -98,55 +98,33 @@ class Failing(Model):
         raise _Stopped
 
 
-def fail_in_the_first_chunk(monkeypatch: pytest.MonkeyPatch, path: Path, made: list[SuspendedForward]) -> None:
-    """Two chunks, of which one fails while the other is suspended; ``made`` gets their forwards."""
+JOIN = threading.Thread.join
+
+
+@fails_with("a forward was still running when the call returned")
+def suspended_forwards_have_ended_when_the_call_returns(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Of two chunks one fails while the other is suspended. That ends as late as it may: when it is waited for."""
+    made: list[SuspendedForward] = []
     start = SuspendedForward.start
 
     def noted(self: SuspendedForward) -> Any:
         made.append(self)
         return start(self)
 
-    monkeypatch.setattr(SuspendedForward, "start", noted)
-    Failing.ended = 0
-    with pytest.raises(_Stopped):
-        wrap(Failing(2), path, num_microbatches=2)(words(2))
-
-
-def end(made: list[SuspendedForward]) -> None:
-    """Ends forwards that a mutation has left."""
-    Failing.may_end.set()
-    for each in made:
-        each._answers.put((False, None))
-        JOIN(each._thread)
-
-
-JOIN = threading.Thread.join
-
-
-@fails_with("a suspended forward is left")
-def suspended_forwards_end_when_one_fails(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    made: list[SuspendedForward] = []
-    Failing.may_end.set()
-    try:
-        fail_in_the_first_chunk(monkeypatch, path, made)
-        assert not any(each._thread.is_alive() for each in made), "a suspended forward is left"
-    finally:
-        end(made)
-
-
-@fails_with("a forward was still running when the call returned")
-def suspended_forwards_have_ended_when_the_call_returns(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Each ends as late as it may: when its thread is waited for."""
-    made: list[SuspendedForward] = []
-    Failing.may_end.clear()
-
     def released(self: threading.Thread, timeout: float | None = None) -> None:
         Failing.may_end.set()
         JOIN(self, timeout)
 
+    Failing.may_end.clear()
+    Failing.ended = 0
+    monkeypatch.setattr(SuspendedForward, "start", noted)
     monkeypatch.setattr(threading.Thread, "join", released)
     try:
-        fail_in_the_first_chunk(monkeypatch, path, made)
+        with pytest.raises(_Stopped):
+            wrap(Failing(2), path, num_microbatches=2)(words(2))
         assert Failing.ended == 1, "a forward was still running when the call returned"
-    finally:
-        end(made)
+    finally:  # forwards that a mutation has left
+        Failing.may_end.set()
+        for each in made:
+            each._answers.put((False, None))
+            JOIN(each._thread)

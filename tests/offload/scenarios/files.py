@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from offload.storage.page_cache import PageCache
 from offload.storage.transfer import Link, Staging
 from offload.telemetry.trace import Tracer
 from pipe.threads import Future, Threads
-from tests.guarded import Condition, Guarded
 from tests.offload.late import LateLane, run_late
 from tests.offload.pair import Pair
+from tests.offload.scenarios.lanes import LateThread
 from tests.offload.storage.test_staging import LateLink
 from tests.waits import fails_with
 
@@ -32,40 +33,11 @@ CPU = torch.device("cpu")
 PIECE = 1 << 14
 
 
-class LateThreads(Threads):
-    """Threads that began all of their work at once, and end it when it is waited for."""
+def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThread]:
+    made: list[LateThread] = []
 
-    def __init__(self, *_: object) -> None:
-        self.begun: list[Begun] = []
-
-    def offer(self, work: Callable[[], Any]) -> Begun:
-        self.begun.append(Begun(work))
-        return self.begun[-1]
-
-    def end(self) -> None:
-        for future in self.begun:
-            future.wait_idle()
-
-    wait_idle = end
-
-    def under_way(self) -> int:
-        return sum(not future.done for future in self.begun)
-
-
-class Begun(Future[Any]):
-    def withdraw(self) -> bool:
-        return False
-
-    def wait_idle(self) -> None:
-        if not self.done:
-            self.run()
-
-
-def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
-    made: list[LateThreads] = []
-
-    def threads(*_: object, **__: object) -> LateThreads:
-        made.append(LateThreads())
+    def threads(*_: object, **__: object) -> LateThread:
+        made.append(LateThread())
         return made[-1]
 
     for user in ("optim.io_buffers", "optim.optimizer"):
@@ -154,6 +126,72 @@ def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path
 # --- buffers that lanes share ---------------------------------------------------------------------------------------
 
 
+class Condition:
+    """A lock, or a condition. A thread that waits for it is helped by ``helper``, once, and then waits for ever."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self.notified = 0
+        self.helper: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        assert not self.held, "a thread would wait for itself"
+        self.held = True
+
+    def __exit__(self, *_: object) -> None:
+        self.held = False
+
+    def wait(self) -> None:
+        assert self.held, "waited for without the lock"
+        helper, self.helper = self.helper, None
+        assert helper is not None, "it would wait for ever"
+        self.held = False
+        helper()
+        self.held = True
+
+    def notify(self) -> None:
+        assert self.held, "notified without the lock"
+        self.notified += 1
+
+
+class Guarded(deque[Any]):
+    """Is looked at only by who holds ``condition``, and not for ever."""
+
+    def __init__(self, condition: Condition) -> None:
+        super().__init__()
+        self.condition = condition
+        self.looks = 0
+
+    def _look(self) -> None:
+        assert self.condition.held, "the queue was read without its lock"
+        self.looks += 1
+        assert self.looks < 100, "the queue was polled instead of waited for"
+
+    def __len__(self) -> int:
+        self._look()
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._look()
+        return super().__iter__()
+
+    def popleft(self) -> Any:
+        self._look()
+        return super().popleft()
+
+    def append(self, item: Any) -> None:
+        self._look()
+        super().append(item)
+
+    def appendleft(self, item: Any) -> None:
+        self._look()
+        super().appendleft(item)
+
+    def clear(self) -> None:
+        self._look()
+        super().clear()
+
+
 def _staging(link: Link, count: int = 1) -> tuple[Staging, Condition]:
     staging, condition = Staging(link, count, 16), Condition()
     staging._changed = condition  # type: ignore[assignment]
@@ -237,14 +275,13 @@ def one_thread_at_a_time_writes_a_trace(monkeypatch: pytest.MonkeyPatch, path: P
             pass
 
 
-# --- the I/O buffers of an optimizer
-# ---------------------------------------------------------------------------------------
+# --- the I/O buffers of an optimizer -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _buffer_pool(
     monkeypatch: pytest.MonkeyPatch, path: Path
-) -> Iterator[tuple[list[LateThreads], IOBufferPool, Any, Any]]:
+) -> Iterator[tuple[list[LateThread], IOBufferPool, Any, Any]]:
     """An I/O buffers, and two files: of fives and of sixes."""
     threads = late_threads(monkeypatch)
     tier = DiskTier(path, CPU, direct=False)
@@ -268,7 +305,7 @@ def a_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch, path: Path
         buffer_pool.prefetch([("unused", lambda: ([Read("moment", fives, 0, PIECE)], 0))])
         io_buffer = buffer_pool.prepare("update_block", lambda: ([Read("moment", sixes, 0, PIECE)], 0))
         for io_threads in threads:
-            io_threads.end()
+            io_threads.wait_idle()
         assert (io_buffer.part("moment").source == 6).all(), "a discarded prefetch landed"
 
 
@@ -288,7 +325,7 @@ def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, pa
         buffer_pool.write_back(writes)
         with pytest.raises(OSError, match="full"):
             buffer_pool.wait_idle()
-        assert sum(io_threads.under_way() for io_threads in threads) == 0, "a write goes on after its failure"
+        assert not any(io_threads.waiting for io_threads in threads), "a write goes on after its failure"
         source.fill_(11)
         assert [write.written for write in writes] == [False, True]
         assert (writes[0].source == 9).all()
@@ -298,7 +335,7 @@ def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, pa
 
 
 @contextlib.contextmanager
-def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThreads], Pair]]:
+def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThread], Pair]]:
     """A step of AdamW to be done, in several blocks, by threads that end when they are waited for."""
     with monkeypatch.context() as patch:
         patch.setattr("offload.optim.update_blocks.MAX_BLOCK_BYTES", 16)
@@ -322,7 +359,7 @@ def an_update_has_arrived_when_it_is_done(monkeypatch: pytest.MonkeyPatch, path:
         updated = sum(task.nbytes for shard in pair.model._homes.shards for task in shard.pending.tasks)
         before = pair.model.statistics().update_bytes_written
         pair.ours.synchronize()
-        assert sum(io_threads.under_way() for io_threads in threads) == 0, "an update is done before its writes"
+        assert not any(io_threads.waiting for io_threads in threads), "an update is done before its writes"
         written = pair.model.statistics().update_bytes_written - before
         assert written == 3 * updated, "written twice or not at all"
         pair.assert_equal()
@@ -354,8 +391,7 @@ def _fails_once(
             with pytest.raises(type(error)):
                 pair.eval()
             assert not pair.ours.buffer_pool._writing, "transfers go on after a failure"
-            filling = pair.ours._filler.under_way()  # type: ignore[attr-defined]
-            assert filling == 0, "transfers go on after a failure"
+            assert not pair.ours._filler.waiting, "transfers go on after a failure"  # type: ignore[attr-defined]
         update: Any = pair.model._homes.shards[0].pending
         update.flush()
         assert not any(task.unwritten for task in update.tasks), "bytes are left unwritten"

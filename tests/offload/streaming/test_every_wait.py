@@ -26,10 +26,8 @@ NEEDS: dict[Scenario, list[str]] = {
     blocks.parameters_outside_of_blocks_are_updated_by_the_step: [
         "optim.update StepDecision.run_at_once: future.wait()",
     ],
-    blocks.suspended_forwards_end_when_one_fails: [
-        "engine.chunks run_chunks: each.cancel()",
-    ],
     blocks.suspended_forwards_have_ended_when_the_call_returns: [
+        "engine.chunks run_chunks: each.cancel()",
         "engine.suspend SuspendedForward.cancel: self._thread.join(1.0)",
     ],
     boundaries.memory_read_back_is_known_to_be_used_by_compute: [
@@ -89,23 +87,19 @@ NEEDS: dict[Scenario, list[str]] = {
         "telemetry.clock Clock.span: end.record(stream)",
         "telemetry.clock Clock._wait_idle: end.synchronize()",
         "telemetry.clock Clock.seconds: self._wait_idle(wait=True)",
+        "telemetry.clock Clock.seconds_each: self._wait_idle(wait=True)",
     ],
     lanes.a_clock_hoards_no_events_and_never_waits_in_a_step: [
         "telemetry.clock Clock.span: self._wait_idle(wait=False)",
         "telemetry.clock Clock._wait_idle: end.query()",
     ],
-    lanes.a_copy_on_a_stream_comes_after_what_it_was_given_after: [
+    lanes.a_copy_comes_after_what_it_was_given_after: [
         "streaming.lane StreamCopyLane.submit: arrival.wait()",
-    ],
-    lanes.a_copy_on_a_thread_comes_after_what_it_was_given_after: [
         "streaming.lane ThreadCopyLane.submit: arrival.synchronize()",
     ],
     lanes.a_fence_is_passed_after_its_copy: [
         "storage.transfer CudaLink.copier: event.record(stream)",
         "storage.transfer CudaLink.copier: event.synchronize",
-    ],
-    lanes.a_forecast_counts_what_has_ended: [
-        "telemetry.clock Clock.seconds_each: self._wait_idle(wait=True)",
     ],
     lanes.a_home_goes_after_the_last_copy_of_it: [
         "streaming.lane StreamCopyLane.close: self._stream.synchronize()",
@@ -115,11 +109,9 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.lane StreamCopyLane.wait_idle: self._threads.wait_idle()",
         "streaming.lane StreamCopyLane.wait_idle: self._stream.synchronize()",
     ],
-    lanes.a_stream_fills_a_slot_after_its_readers: [
+    lanes.a_slot_is_filled_after_its_readers: [
         "streaming.lane StreamCopyLane.submit: torch.cuda.current_stream(self._device).record_event()",
         "streaming.lane StreamCopyLane.submit: self._stream.wait_event(given)",
-    ],
-    lanes.a_thread_fills_a_slot_after_its_readers: [
         "streaming.lane ThreadCopyLane.submit: torch.cuda.current_stream(device).record_event()",
         "streaming.lane ThreadCopyLane.submit: stream.wait_event(given)",
     ],
