@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,20 @@ def test_replicas_communicate_once_per_window_the_partial_one_included(lab: Any,
     model = Replica(Counting())
     lab.run(pipeline_of(make, model, grad_accum=3), numbers(*range(5)))
     assert model.log == [(phase, k, k not in {2, 4}) for k in range(5) for phase in ("forward", "backward")]
+
+
+def test_a_window_whose_last_batch_is_lost_waits_where_replicas_have_not_communicated(lab: Any) -> None:
+    def lost(device: Any, **how: Any) -> None:
+        raise OSError("link down")
+
+    model, batches = Replica(Counting()), iter([torch.tensor(0), SimpleNamespace(to=lost)])
+    pipeline = pipeline_of(TrainPipelineBase, model, grad_accum=3)
+    pipeline.progress(batches)
+    for error in (OSError, StopIteration):
+        with pytest.raises(error):
+            pipeline.progress(batches)
+    lab.run(pipeline, numbers(1, 2))
+    assert model.module.weight.item() == pytest.approx(-37)
 
 
 # --- updates inside backward ------------------------------------------------------------------------------------------

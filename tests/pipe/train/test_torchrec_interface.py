@@ -66,10 +66,11 @@ def test_a_forward_of_the_callers_own_takes_the_models_place(lab: Any, make: Any
 
 @BOTH
 def test_without_execute_all_batches_those_in_flight_wait_for_the_next_iterator(lab: Any, make: Any) -> None:
-    pipeline = pipeline_of(make, Counting(), execute_all_batches=False)
+    pipeline = pipeline_of(make, Counting(), execute_all_batches=False, grad_accum=2)
     first = numbers(1, 2, 3, 4, 5)
     assert lab.run(pipeline, first) == [1, 2, 3]
     assert lab.run(pipeline, first) == []
+    assert pipeline.statistics().steps == 1, "the window of the third batch waits for the fourth"
     assert lab.run(pipeline, numbers(6, 7, 8)) == [4, 5, 6]
     pipeline.reset()
     assert lab.run(pipeline, numbers(9, 10, 11)) == [9]
@@ -165,6 +166,7 @@ def test_a_reset_waits_for_reads_and_copies_that_are_under_way(lab: Any, make: A
     pipeline, batches = pipeline_of(make, Counting(), lanes=lanes), numbers(*range(1, 9))
     assert pipeline.progress(batches) == 1
     pipeline.reset()
+    assert not lanes.copy.held
     assert int(next(batches)) == 4, "the iterator is the caller's again"
     assert lab.run(pipeline, batches) == [5, 6, 7, 8]
 
