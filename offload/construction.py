@@ -190,7 +190,7 @@ def construct(
     replaced = {*home.values} if sharding is None else every
     if form is not None:
         replaced |= {p for p in every if form.stores(p) and not p.is_meta}  # homes round them
-    undo.callback(Rollback([model], replaced).restore)
+    undo.callback(Rollback(model, replaced).restore)
     # A copy that changes the type is converted on the host, which must not block this thread.
     blocking = tier.blocking_io or given.param_dtype is not None or form is not None
     lanes = sharding.open_lanes(device) if sharding else open_lanes(device, blocking_io=blocking)

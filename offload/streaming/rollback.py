@@ -7,7 +7,7 @@ made: those that a file will replace, and those of modules that initialise thems
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +30,10 @@ class _Parameter:
 
 
 class Rollback:
-    """Records the state of ``layers`` before their parameters move, and the values of ``replaced`` tensors change."""
+    """Records the state of a model before its parameters move, and the values of ``replaced`` tensors change."""
 
-    def __init__(self, layers: Iterable[nn.Module], replaced: Container[Tensor]) -> None:
-        layers = list(layers)
-        modules = dict.fromkeys(m for layer in layers for m in layer.modules())
-        self._members = [(m, m._parameters, dict(m._parameters), dict(m._buffers)) for m in modules]
+    def __init__(self, model: nn.Module, replaced: Container[Tensor]) -> None:
+        self._members = [(m, m._parameters, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
         self._parameters: dict[nn.Parameter, _Parameter] = {}
         self._values: dict[Tensor, Tensor] = {}
         for _, _, parameters, buffers in self._members:
@@ -44,14 +42,12 @@ class Rollback:
             for p in parameters.values():
                 if p is not None and not p.is_meta:
                     known = self._parameters.get(p)
-                    kept = (
-                        p.detach() if bare or p in replaced or (known is not None and known.data is not None) else None
-                    )
-                    self._parameters[p] = _Parameter(p.device, p.data_ptr(), p.grad, kept)
+                    keeps = bare or p in replaced or (known is not None and known.data is not None)
+                    self._parameters[p] = _Parameter(p.device, p.data_ptr(), p.grad, p.detach() if keeps else None)
             for b in buffers.values():
                 if b is not None and not b.is_meta and (bare or b in replaced) and b not in self._values:
                     self._values[b] = b.detach().clone()
-        self._parts = [each for each in stored_tensors(("", layer) for layer in layers) if each.part_of is not None]
+        self._parts = [each for each in stored_tensors([("", model)]) if each.part_of is not None]
         for each in self._parts:
             part = each.parameter
             self._parameters[part] = _Parameter(part.device, part.data_ptr(), None, None)
