@@ -440,7 +440,7 @@ def _predicted(model: Any) -> dict[str, float]:
     found = model.memory_report() if model is not None else None
     if found is None or found.predicted is None:
         return {}
-    return {"seconds": found.predicted.seconds, "bytes": found.predicted.memory_bytes}
+    return {"seconds": found.predicted.forecast.seconds, "bytes": found.predicted.memory_bytes}
 
 
 def least(report: Reporter, training: dict[str, Any], contrastive: bool) -> dict[str, Any]:

