@@ -31,10 +31,12 @@ def test_each_shard_is_loaded_twice_at_most_and_each_layer_runs_so_often_per_chu
     assert len(calls) == (4 + 3) * 2 * chunks  # what saves nothing is not recomputed
 
 
-def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes() -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes(wrapped: bool) -> None:
     """With one chunk the engine draws in the order of the bare model, so even the bare model's masks are met."""
     bare = tower(dropout=0.5)
     ours = offloaded(copy.deepcopy(bare))
+    model = nn.Sequential(ours, nn.Identity()) if wrapped else ours
     x = torch.randn(6, 8)
 
     def rep(out: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes
     rep(bare(x)).square().sum().backward()
     expected = torch.get_rng_state()
     torch.manual_seed(1)
-    GradCache([ours], 6, lambda r: r.square().sum(), get_rep_fn=rep)(x)
+    GradCache([model], 6, lambda r: r.square().sum(), get_rep_fn=rep)(x)
     assert torch.equal(torch.get_rng_state(), expected)
     assert_same_gradients([bare], [ours])
 
