@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
-from offload import OffloadModel
-from tests.gradcache.towers import WAYS, tower
+from tests.gradcache.towers import WAYS, by_step, offloaded, tower
 
 LOSS = SimpleContrastiveLoss()
 
@@ -51,11 +50,13 @@ def plain(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 @pytest.mark.parametrize("hooks", HOOKS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "offloaded inside"])
 def test_hooks_run_once_on_the_sum_of_chunks_and_of_towers_that_share_a_parameter(
     way: str, hooks: Callable[[nn.Module, list[str]], None]
 ) -> None:
     expected, ours = net(), net()
+    if way == "offloaded inside":
+        ours[0] = offloaded(ours[0], num_slices=2)
     wanted: list[str] = []
     found: list[str] = []
     for model, calls in ((expected, wanted), (ours, found)):
@@ -65,27 +66,11 @@ def test_hooks_run_once_on_the_sum_of_chunks_and_of_towers_that_share_a_paramete
     for _ in range(2):
         x, y = torch.randn(2, 8, 8, dtype=torch.float64)
         plain(expected, x, y)
-        WAYS[way]([ours] * 2, 3, LOSS, x, y)
+        WAYS.get(way, by_step)([ours] * 2, 3, LOSS, x, y)
         for a, b in zip(expected.parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(b, a)
             torch.testing.assert_close(b.grad, a.grad)
     assert sorted(found) == sorted(wanted)
-
-
-def test_hooks_run_once_where_a_model_inside_of_the_tower_is_offloaded() -> None:
-    expected, ours = net(torch.float32), net(torch.float32)
-    wanted: list[str] = []
-    found: list[str] = []
-    clamp(expected, wanted)
-    clamp(ours[1], found)
-    ours[0] = OffloadModel(ours[0], "cpu", num_slices=2, checkpoint_activation=True)
-    clamp(ours[0], found)
-    x, y = torch.randn(2, 8, 8)
-    plain(expected, x, y)
-    GradCache([ours, ours], 3, LOSS)(x, y)
-    assert len(found) == len(wanted)
-    for a, b in zip(expected.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad)
 
 
 @pytest.mark.parametrize("part", ["used outside, too", "used outside only"])

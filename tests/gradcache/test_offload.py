@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,20 +52,25 @@ def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes
     assert_same_gradients([bare], [ours])
 
 
-def test_a_frozen_tower_and_an_evaluation_load_each_shard_once_also_with_a_trainable_head_behind_it() -> None:
+@pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model, nn.Identity())])
+def test_a_frozen_tower_and_an_evaluation_load_each_shard_once_also_with_a_trainable_head_behind_it(
+    around: Callable[[nn.Module], nn.Module],
+) -> None:
     bare = tower().requires_grad_(False)
     frozen, x = offloaded(copy.deepcopy(bare)), torch.randn(4, 8)
-    GradCache([tower(1), frozen], 2, SimpleContrastiveLoss())(torch.randn(4, 8), x)
+    GradCache([tower(1), around(frozen)], 2, SimpleContrastiveLoss())(torch.randn(4, 8), x)
     assert frozen.statistics().shard_loads == 4
     head, expected = nn.Linear(6, 2), nn.Linear(6, 2)
     expected.load_state_dict(head.state_dict())
     expected(bare(x)).square().sum().backward()
-    GradCache([frozen], 2, lambda r: r.square().sum(), get_rep_fn=head)(x)
+    GradCache([around(frozen)], 2, lambda r: r.square().sum(), get_rep_fn=head)(x)
     assert_same_gradients([expected], [head])
     assert frozen.statistics().shard_loads == 8
     model = offloaded(tower())
     with torch.no_grad():
-        GradCache([model, model], 2, SimpleContrastiveLoss())(torch.randn(6, 8), torch.randn(6, 8))
+        y = torch.randn(6, 8)
+        loss = GradCache([around(model)] * 2, 2, SimpleContrastiveLoss())(y, y)
+    torch.testing.assert_close(loss, SimpleContrastiveLoss()(tower()(y), tower()(y)).detach())
     assert model.statistics().shard_loads == 4
     assert all(parameter.grad is None for parameter in model.parameters())
 

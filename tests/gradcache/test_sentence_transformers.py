@@ -259,19 +259,17 @@ def test_misuse_is_named_before_the_model_runs(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_copy_has_its_configuration_and_its_value(name: str) -> None:
+    def config_of(loss: Any) -> dict[str, Any]:
+        return {key: value for key, value in loss.get_config_dict().items() if key != "guide"}
+
     loss = guided(Encoder(), name)
-    again = copy.deepcopy(loss)
-    config, other = loss.get_config_dict(), again.get_config_dict()
-    for each in (config, other):
-        each.pop("guide", None)
-    assert config == other
+    again, config = copy.deepcopy(loss), config_of(loss)
+    assert config_of(again) == config
     torch.testing.assert_close(again(batch(2), None), loss(batch(2), None))
     assert "title" in loss.citation
     accepted = inspect.signature(type(loss).__init__).parameters
     arguments = {key: value for key, value in config.items() if key in accepted and key != "similarity_fct"}
-    made_again = guided(Encoder(), name, **arguments).get_config_dict()
-    made_again.pop("guide", None)
-    assert made_again == config
+    assert config_of(guided(Encoder(), name, **arguments)) == config
 
 
 # --- the ranking loss -------------------------------------------------------------------------------------------------
