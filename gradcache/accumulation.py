@@ -6,7 +6,8 @@ produces it, and the sum is rounded once.
 
 Guarantees
     * Until :meth:`Accumulation.commit`, the user's ``.grad`` is kept separately; afterwards it is the old gradient plus
-      this step's. After an exception every ``.grad`` is the same tensor object as before the step.
+      this step's. After an exception every ``.grad`` is the same tensor object as before the step; left out are
+      parameters of a streamed model that have a gradient and hooks that run after accumulation, which see the sum.
     * A parameter that no chunk used keeps its ``.grad``, None included.
     * Hooks of a parameter (``register_hook``, ``register_post_accumulate_grad_hook``) are hidden from the chunks. They
       run once, on the sum of all chunks and towers, before and after it is added to ``.grad``; a hook may step an
@@ -64,6 +65,12 @@ class Accumulation:
                 "_apply_optimizer_in_backward(), whose optimizers would step once for each chunk; step an optimizer "
                 "after the step, or in a hook of register_post_accumulate_grad_hook()"
             )
+        # What is not set aside: the hook of a home must see the old gradient as well.
+        self.parameters = [parameter for parameter in self.parameters if not self._is_added_at_home(parameter)]
+
+    def _is_added_at_home(self, parameter: Tensor) -> bool:
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        return id(parameter) in self._at_home and bool(hooks) and parameter.grad is not None
 
     def __enter__(self) -> Accumulation:
         self._before = [parameter.grad for parameter in self.parameters]

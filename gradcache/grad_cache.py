@@ -86,8 +86,9 @@ class GradCache:
         TypeError, ValueError: at construction or at the start of a step, before any gradient is written.
 
     An exception restores every ``.grad`` from before the step (except of a streamed model that is itself a tower, which
-    documents its own behaviour). Buffers and generators keep the changes of the chunks that ran, and the object can be
-    used again.
+    documents its own behaviour, and of parameters of one inside a tower that have a gradient and a hook of
+    ``register_post_accumulate_grad_hook``). Buffers and generators keep the changes of the chunks that ran, and the
+    object can be used again.
     """
 
     def __init__(

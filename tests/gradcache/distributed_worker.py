@@ -158,7 +158,7 @@ def functional(rank: int) -> None:
     wrapped = DistributedDataParallel(model)
 
     @cached
-    def encode(module: nn.Module, chunk: Tensor) -> Tensor:
+    def encode(module: nn.Module, *, chunk: Tensor) -> Tensor:
         return module(chunk)
 
     @cat_input_tensor
@@ -167,7 +167,7 @@ def functional(rank: int) -> None:
         return SimpleContrastiveLoss()(x, y) * dist.get_world_size()
 
     mine = parts_of([3, 5], rank, x, y)
-    calls = [[encode(wrapped, chunk) for chunk in part.split(2)] for part in mine]
+    calls = [[encode(wrapped, chunk=chunk) for chunk in part.split(2)] for part in mine]
     loss([leaf for leaf, _ in calls[0]], y=[leaf for leaf, _ in calls[1]]).backward()
     with wrapped.no_sync():
         for leaf, again in calls[0] + calls[1]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import GradCache, RandContext
-from gradcache.functional import cached, cat_input_tensor
+from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss
 from tests.gradcache.towers import Sentences, assert_same_gradients, offloaded, tower
@@ -122,31 +122,6 @@ def test_a_loss_that_is_kept_after_its_backward_keeps_nothing_of_the_size_of_rep
     assert before > 0
     assert held() == 0
     assert loss.requires_grad
-
-
-@cat_input_tensor
-def contrastive(x: Tensor, y: Tensor) -> Tensor:
-    return SimpleContrastiveLoss()(x, y)
-
-
-def test_loop_over_small_batches_gives_the_gradient_of_all_of_them_together() -> None:
-    @cached
-    def encode(model: nn.Module, *, batch: Tensor) -> Tensor:
-        return model(batch)
-
-    bare = [tower(1), tower(2)]
-    ours = copy.deepcopy(bare)
-    x, y = torch.randn(6, 8), torch.randn(6, 8)
-    expected = contrastive(bare[0](x), bare[1](y))
-    expected.backward()
-    calls = [[encode(model, batch=part) for part in z.split(4)] for model, z in zip(ours, (x, y), strict=True)]
-    loss = contrastive([leaf for leaf, _ in calls[0]], y=[leaf for leaf, _ in calls[1]])
-    loss.backward()
-    assert all(parameter.grad is None for model in ours for parameter in model.parameters())
-    for leaf, again in calls[0] + calls[1]:
-        again(leaf)
-    torch.testing.assert_close(loss, expected)
-    assert_same_gradients(bare, ours)
 
 
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict"])

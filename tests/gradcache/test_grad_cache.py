@@ -43,6 +43,13 @@ def states() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
 
 
+class Projected(nn.Linear):
+    """A loss with parameters."""
+
+    def forward(self, x: Tensor, y: Tensor, **how: Any) -> Tensor:
+        return SimpleContrastiveLoss(len(y) // len(x) - 1)(super().forward(x), y, **how)
+
+
 @settings(max_examples=40)
 @given(
     rows=st.integers(1, 9),
@@ -62,13 +69,14 @@ def test_step_equals_the_whole_batch(
     for model in streamed:
         offloaded(model, num_slices=slices, checkpoint_activation=recompute)
     x, y = torch.randn(rows, 8), torch.randn(rows * (1 + negatives), 8)
-    loss_fn = SimpleContrastiveLoss(negatives)
+    loss_fn = Projected(6, 6)
+    loss_of_ours = copy.deepcopy(loss_fn)
     expected = loss_fn(bare[0](x), bare[1](y), reduction=reduction)
     expected.backward()
-    loss = GradCache(ours, sizes, loss_fn)(x, y, reduction=reduction)
+    loss = GradCache(ours, sizes, loss_of_ours)(x, y, reduction=reduction)
     torch.testing.assert_close(loss, expected.detach())
     assert not loss.requires_grad
-    assert_same_gradients(bare, ours)
+    assert_same_gradients([*bare, loss_fn], [*ours, loss_of_ours])
 
 
 @pytest.mark.parametrize("way", [*WAYS, "shards"])

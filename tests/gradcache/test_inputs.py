@@ -127,18 +127,28 @@ class Fields(nn.Module):
         self.pooler = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Output:
-        return Output(hidden=x * 2, pooled=self.pooler(x), absent=None)
+        out = self.pooler(x)
+        return Output(hidden=x * 2, pooled=out, pair=(out, (x,)), ids=torch.arange(len(x)), absent=None)
 
 
-@pytest.mark.parametrize("ignored", ["hidden", "pooled"])
+#: What a loss reads of it.
+READS: dict[str, Callable[[Any], Tensor]] = {
+    "hidden": lambda output: output["hidden"],
+    "pooled": lambda output: output["pooled"],
+    "a tuple and integers": lambda output: (
+        output["pair"][0] * output["pair"][1][0].detach() + 0 * output["ids"][:, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("way", ["step", "encode", "shards", "shards together", "wrapped"])
-def test_an_output_with_a_field_that_the_loss_ignores(way: str, ignored: str) -> None:
-    """It has no gradient, which is not that it is absent."""
+def test_an_output_with_fields_that_the_loss_ignores(way: str, read: str) -> None:
+    """They have no gradient, which is not that they are absent."""
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(8, 6), Fields())
     model: Any = copy.deepcopy(bare)
-    used = {"hidden": "pooled", "pooled": "hidden"}[ignored]
-    choose: Callable[[Any], Tensor] = lambda output: output[used]  # noqa: E731
+    choose = READS[read]
     if way.startswith("shards") or way == "wrapped":
         memory = MemoryPolicy.fixed(activation_bytes="1MiB", join_chunks=True) if way == "shards together" else None
         model = offloaded(model, memory=memory)

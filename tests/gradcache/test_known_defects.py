@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from gradcache import GradCache
 from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
-from tests.gradcache.towers import Calls, assert_same_gradients, energy, offloaded, tower
+from tests.gradcache.towers import assert_same_gradients, energy, offloaded, tower
 
 
 class Named(nn.Module):
@@ -167,23 +166,6 @@ def test_unreduced_loss_is_refused_before_any_gradient_is_written() -> None:
     assert torch.equal(before, torch.ones_like(before))
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_tuple_and_dict_representations_reach_the_loss_as_they_are(streamed: bool) -> None:
-    def two(self: Any, x: Tensor) -> dict[str, Any]:
-        out = self.members[0](x)
-        return {"near": (out, out * 2), "ids": torch.arange(x.size(0)), "unused": out + 1}
-
-    def loss(reps: dict[str, Any]) -> Tensor:
-        near, far = reps["near"]
-        return (near * far.detach()).sum() + far.sum() + reps["ids"].sum() * 0
-
-    x = torch.randn(5, 8)
-    bare, ours = (nn.Sequential(Calls(two, tower())) for _ in range(2))
-    loss(bare(x)).backward()
-    GradCache([offloaded(ours) if streamed else ours], 2, loss)(x)
-    assert_same_gradients([bare], [ours])
-
-
 # -- 9: views ------------------------------------------------------------------------------------------------------
 
 
@@ -249,20 +231,3 @@ def test_fp16_needs_a_scaler_and_scales_the_gradients() -> None:
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-2)
     scaler.unscale_(optimizer)
     assert_same_gradients([bare], [ours], tolerance=5e-2)
-
-
-# -- 11: what is trained besides -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunk_size", [1, 6])
-def test_learnable_temperature_gets_the_gradient_of_the_whole_batch_once(chunk_size: int) -> None:
-    class Loss(nn.Linear):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return SimpleContrastiveLoss()(super().forward(x), y)
-
-    model, bare = tower(), Loss(6, 6)
-    ours = copy.deepcopy(bare)
-    x, y = torch.randn(6, 8), torch.randn(6, 8)
-    bare(model(x), model(y)).backward()
-    GradCache([model, model], chunk_size, ours)(x, y)
-    torch.testing.assert_close(ours.weight.grad, bare.weight.grad)

@@ -183,16 +183,6 @@ def test_ignored_targets_do_not_count_in_the_mean_of_a_tiled_loss() -> None:
         torch.testing.assert_close(value, F.cross_entropy(x @ y.T, target, reduction=reduction))
 
 
-def test_bfloat16_gradients_of_many_tiles_are_summed_in_32_bits() -> None:
-    torch.manual_seed(0)
-    x = torch.rand(1024, 4).bfloat16()
-    y = torch.rand(3, 4).bfloat16().requires_grad_()
-    tiled(lambda p, q: (p @ q.T).float().sum(), tile_rows=1, reduction="sum")(x, y).backward()
-    exact = x.double().sum(0).expand(3, 4)
-    assert y.grad is not None
-    assert float((y.grad.double() - exact).norm() / exact.norm()) < 0.01
-
-
 X = torch.ones(4, 5)
 MISUSE: dict[str, Callable[[], object]] = {
     "2 targets per query, got 4 queries and 4 targets": lambda: SimpleContrastiveLoss(1)(X, X),
@@ -280,7 +270,13 @@ def test_a_loss_in_parts_is_not_differentiated_twice_in_silence() -> None:
         gradient.sum().backward()
 
 
-def test_sums_of_tiles_of_any_loss_are_kept_in_32_bits() -> None:
+def test_sums_and_gradients_of_many_tiles_of_bfloat16_are_kept_in_32_bits() -> None:
+    torch.manual_seed(0)
+    given, y = torch.rand(1024, 4).bfloat16(), torch.rand(3, 4).bfloat16().requires_grad_()
+    tiled(lambda p, q: (p @ q.T).float().sum(), tile_rows=1, reduction="sum")(given, y).backward()
+    exact = given.double().sum(0).expand(3, 4)
+    assert y.grad is not None
+    assert float((y.grad.double() - exact).norm() / exact.norm()) < 0.01
     x = torch.ones(4096, 2, dtype=torch.bfloat16)
     for reduction, expected in (("mean", 2.0), ("sum", 8192.0)):
         loss = tiled(lambda p, how=reduction: getattr(p.sum(1), how)(), tile_rows=1, reduction=reduction)

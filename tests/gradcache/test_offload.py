@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,12 @@ def test_each_shard_is_loaded_twice_at_most_and_each_layer_runs_so_often_per_chu
     assert len(calls) == (4 + 3) * 2 * chunks  # what saves nothing is not recomputed
 
 
-def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes() -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes(wrapped: bool) -> None:
     """With one chunk the engine draws in the order of the bare model, so even the bare model's masks are met."""
     bare = tower(dropout=0.5)
     ours = offloaded(copy.deepcopy(bare))
+    model = nn.Sequential(ours, nn.Identity()) if wrapped else ours
     x = torch.randn(6, 8)
 
     def rep(out: Tensor) -> Tensor:
@@ -44,25 +47,30 @@ def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes
     rep(bare(x)).square().sum().backward()
     expected = torch.get_rng_state()
     torch.manual_seed(1)
-    GradCache([ours], 6, lambda r: r.square().sum(), get_rep_fn=rep)(x)
+    GradCache([model], 6, lambda r: r.square().sum(), get_rep_fn=rep)(x)
     assert torch.equal(torch.get_rng_state(), expected)
     assert_same_gradients([bare], [ours])
 
 
-def test_a_frozen_tower_and_an_evaluation_load_each_shard_once_also_with_a_trainable_head_behind_it() -> None:
+@pytest.mark.parametrize("around", [lambda model: model, lambda model: nn.Sequential(model, nn.Identity())])
+def test_a_frozen_tower_and_an_evaluation_load_each_shard_once_also_with_a_trainable_head_behind_it(
+    around: Callable[[nn.Module], nn.Module],
+) -> None:
     bare = tower().requires_grad_(False)
     frozen, x = offloaded(copy.deepcopy(bare)), torch.randn(4, 8)
-    GradCache([tower(1), frozen], 2, SimpleContrastiveLoss())(torch.randn(4, 8), x)
+    GradCache([tower(1), around(frozen)], 2, SimpleContrastiveLoss())(torch.randn(4, 8), x)
     assert frozen.statistics().shard_loads == 4
     head, expected = nn.Linear(6, 2), nn.Linear(6, 2)
     expected.load_state_dict(head.state_dict())
     expected(bare(x)).square().sum().backward()
-    GradCache([frozen], 2, lambda r: r.square().sum(), get_rep_fn=head)(x)
+    GradCache([around(frozen)], 2, lambda r: r.square().sum(), get_rep_fn=head)(x)
     assert_same_gradients([expected], [head])
     assert frozen.statistics().shard_loads == 8
     model = offloaded(tower())
     with torch.no_grad():
-        GradCache([model, model], 2, SimpleContrastiveLoss())(torch.randn(6, 8), torch.randn(6, 8))
+        y = torch.randn(6, 8)
+        loss = GradCache([around(model)] * 2, 2, SimpleContrastiveLoss())(y, y)
+    torch.testing.assert_close(loss, SimpleContrastiveLoss()(tower()(y), tower()(y)).detach())
     assert model.statistics().shard_loads == 4
     assert all(parameter.grad is None for parameter in model.parameters())
 

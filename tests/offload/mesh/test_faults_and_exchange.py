@@ -48,30 +48,24 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 # --- a rank that fails ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["ends", "goes on"])
+@pytest.mark.parametrize(
+    ("way", "place"), [("ends", "a forward"), ("goes on", "a forward"), ("backward", "a backward")]
+)
 def test_rank_that_fails_alone_ends_the_others_which_name_it_and_is_never_mistaken_for_one_in_step(
-    parts: dict[str, Any], way: str
+    parts: dict[str, Any], way: str, place: str
 ) -> None:
     """A later call raises as well: without that, what it gathers could be the values of another shard."""
     (_, first), (_, second) = parts["fault_worker"][way]
     assert first[0] == "ValueError: this layer fails"
     assert all("RuntimeError" in line for line in (*first[1:], *second))
-    assert len(second) == 3
-    assert "rank 0 raised ValueError: this layer fails (in a forward)" in second[0]
+    assert f"rank 0 raised ValueError: this layer fails (in {place})" in second[0]
     assert "out of step; end all processes and resume from the last checkpoint" in second[1]
-    assert len(first) == (1 if way == "ends" else 3)
+    assert (len(first), len(second)) == (1 if way == "ends" else 3, 3)
 
 
 def test_exception_that_ends_a_process_outside_of_the_model_is_told(parts: dict[str, Any]) -> None:
     _, (_, second) = parts["fault_worker"]["outside"]
     assert "rank 0 raised KeyError: 'rows' (in or after a forward, " in second[0]
-
-
-def test_rank_that_fails_in_a_backward_ends_the_others_which_name_it(parts: dict[str, Any]) -> None:
-    (_, first), (_, second) = parts["fault_worker"]["backward"]
-    assert first[0] == "ValueError: this layer fails"
-    assert all("RuntimeError" in line for line in (*first[1:], *second))
-    assert "rank 0 raised ValueError: this layer fails (in a backward)" in second[0]
 
 
 def test_rank_that_is_killed_ends_all_others_which_name_it(parts: dict[str, Any]) -> None:

@@ -48,6 +48,13 @@ class World:
     def part(self, batch: Tensor) -> Tensor:
         return batch.chunk(self.ranks)[self.rank]
 
+    def check_gradients(self, model: nn.Module, bare: nn.Module, *inputs: Tensor) -> None:
+        """Of these rows, of which each rank has its part, added to those of before."""
+        for x in inputs:
+            loss_of(model(self.part(x))).backward()
+            loss_of(bare(x)).backward()
+        assert greatest_error(model, bare) < 1e-6
+
     def model(self, bare: Any, home: Any = "cpu", slices: int | None = None, **how: Any) -> Any:
         how = {"checkpoint_activation": True, "mesh": self.mesh, **how}
         slices = 4 if slices is None and "blocks" not in how else slices
@@ -90,6 +97,12 @@ def batches(count: int = 3) -> Tensor:
 
 def loss_of(output: Tensor) -> Tensor:
     return (output - 1).square().mean()
+
+
+def advance(*optimizers: Any) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Block(nn.Module):
