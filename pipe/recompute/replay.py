@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -348,7 +349,7 @@ class Replay:
         is compared, if a parameter was modified in place or replaced.
         """
         for buffer in self._buffers:
-            if buffer.value.is_lost:
+            if buffer.is_lost:
                 raise RuntimeError(
                     f"buffer {buffer.name!r} of {name} was written in place between the forward and its backward, "
                     f"which runs the layers again: they would read the new value. Write it after the backward, assign "
@@ -416,7 +417,7 @@ class Rewound:
         states = replay._states if generators else []
         undo: list[tuple[Callable[[Any], Any], Any]] = [(generator.set, generator.get()) for generator, _ in states]
         if generators:
-            undo.append((_set_phase, phase.flags))
+            undo.append((partial(setattr, phase, "flags"), phase.flags))
         stateless = layers is not None and held is None and contents and replay._unchanged_in != layers.modes
         if contents and layers is not None and (held is not None or stateless):
             undo.append((Contents.put, Contents.of_modules(layers.modules, replay._attributes)))
@@ -461,10 +462,6 @@ class Rewound:
         for function, value in self._undo:
             function(value)
         self._undo = []
-
-
-def _set_phase(flags: tuple[bool, bool]) -> None:
-    phase.flags = flags
 
 
 def _replaced(layers: Layers, before: list[Any]) -> list[str]:
