@@ -105,27 +105,20 @@ class Layers:
 
     def find(self) -> None:
         """Finds the modules, parameters, buffers and generators that there are now."""
-        found: dict[nn.Module, str] = {}
-        waiting = [("", module) for module in self._roots[::-1]]
-        while waiting:
-            name, module = waiting.pop()
-            if module not in found:
-                found[module] = name
-                if module._modules:
-                    prefix = name and f"{name}."
-                    waiting += [(prefix + n, m) for n, m in module._modules.items() if m is not None][::-1]
+        memo: set[nn.Module] = set()
+        found: dict[nn.Module, str] = {
+            module: name for root in self._roots for name, module in root.named_modules(memo)
+        }
         self.names, self.modules = found, [*found]
         self.parameters = [
             (f"{name}.{n}" if name else n, p)
             for m, name in found.items()
-            if m._parameters
             for n, p in m._parameters.items()
             if p is not None
         ]
         self._buffers = [
             (owner, name, _known.setdefault(owner, {}).setdefault(name, BufferHabits(owner)))
             for owner in self.modules
-            if owner._buffers
             for name, b in owner._buffers.items()
             if b is not None
         ]
