@@ -101,7 +101,7 @@ def checkpoint(
     if torch.compiler.is_compiling():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     call, output = _first(function, args, kwargs, None)
-    return output if call is None else _behind(Recompute, call, _behind(Checkpoint, call, output))
+    return _behind(Recompute, call, _behind(Checkpoint, call, output))
 
 
 def _first(
@@ -111,9 +111,7 @@ def _first(
 
     ``module``: all that the function uses; None if that is to be found out.
     """
-    if not torch.is_grad_enabled():
-        return None, function(*args, **kwargs)
-    found = _before(function, args, kwargs, module)
+    found = _before(function, args, kwargs, module) if torch.is_grad_enabled() else None
     if found is None:
         return None, function(*args, **kwargs)
     call = Call("a checkpointed function", function, found, to_the_end=True)
@@ -143,9 +141,9 @@ def _before(
     )
 
 
-def _behind(node: type[torch.autograd.Function], call: Call, output: Any) -> Any:
-    """The output with a node behind those of its tensors that need a gradient."""
-    return map_together(partial(node.apply, call), output, only=attrgetter("requires_grad"))
+def _behind(node: type[torch.autograd.Function], call: Call | None, output: Any) -> Any:
+    """The output with a node behind those of its tensors that need a gradient; without one if nothing is repeated."""
+    return output if call is None else map_together(partial(node.apply, call), output, only=attrgetter("requires_grad"))
 
 
 class Checkpointing:
@@ -164,7 +162,7 @@ class Checkpointing:
     def checkpoint(self) -> Any:
         """Runs the function and returns its output as the result of :class:`Checkpoint`."""
         self._call, output = _first(self._function, (self._value,), {}, self._module)
-        return output if self._call is None else _behind(Checkpoint, self._call, output)
+        return _behind(Checkpoint, self._call, output)
 
     def recompute(self, output: Any) -> Any:
         """The output as the result of :class:`Recompute`. Nodes between the halves delay only Checkpoint.
@@ -172,7 +170,7 @@ class Checkpointing:
         Without this call, Checkpoint recomputes when it receives its gradient.
         """
         call, self._call = self._call, None
-        return output if call is None else _behind(Recompute, call, output)
+        return _behind(Recompute, call, output)
 
 
 class Checkpoint(torch.autograd.Function):

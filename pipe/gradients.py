@@ -27,17 +27,11 @@ from pipe.torch_private.tensors import add_all
 __all__ = ["leaves_of", "parameters_of", "step_gradients"]
 
 
-def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Parameter]:
+def parameters_of(module: nn.Module, *, without: Iterable[Any]) -> list[nn.Parameter]:
     """The parameters of a module, except those of the modules ``without``, which are not accessed."""
-    hidden = {id(other) for other in without}
-    found: dict[int, nn.Parameter] = {}
-    waiting: list[nn.Module | None] = [module]
-    while waiting:
-        inner = waiting.pop()
-        if inner is not None and id(inner) not in hidden:
-            found.update([(id(p), p) for p in inner._parameters.values() if p is not None])
-            waiting += inner._modules.values()
-    return list(found.values())
+    hidden = {inner for other in without for inner in other.modules()}
+    owners = [inner for inner in module.modules() if inner not in hidden]
+    return list(dict.fromkeys(p for owner in owners for p in owner._parameters.values() if p is not None))
 
 
 def leaves_of(*outputs: Tensor) -> Iterator[Tensor]:

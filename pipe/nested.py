@@ -111,16 +111,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [x for x in flatten(value)[0] if isinstance(x, Tensor)]
 
 
-def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of an object's own attributes, those in slots included."""
-    yield from getattr(value, "__dict__", {}).items()
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            own = f"_{kind.__name__.lstrip('_')}{name}" if private else name
-            if name not in ("__dict__", "__weakref__") and hasattr(value, own):
-                yield own, getattr(value, own)
+def attributes_of(value: Any) -> dict[str, Any]:
+    """An object's own attributes by name, those in slots included."""
+    state = object.__getstate__(value)  # type: ignore[attr-defined, unused-ignore]
+    own, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(own or {}), **(slots or {})}
 
 
 def holder_in(value: Any, *, needs_grad: bool = False) -> Any:
@@ -129,7 +124,7 @@ def holder_in(value: Any, *, needs_grad: bool = False) -> Any:
         return None
     for leaf in flatten(value)[0]:
         if type(leaf) not in LEAVES and not isinstance(leaf, (Tensor, nn.Module, type)):
-            held = tensors_in([item for _, item in attributes_of(leaf)])
+            held = tensors_in(attributes_of(leaf))
             if any(tensor.requires_grad or not needs_grad for tensor in held):
                 return leaf
     return None

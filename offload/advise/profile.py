@@ -138,7 +138,7 @@ class _Operations(OperationMode):
     """Counts the arithmetic of matrix products, and the bytes that other operations read and write."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0.0
         self.nbytes = 0.0
 

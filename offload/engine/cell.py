@@ -206,10 +206,9 @@ class Cell:
         tensors = [x for x in args if type(x) is Tensor] if seen else tensors_in((args, kwargs))
         before = _versions(tensors)
         output = self._run(call, weights, args, kwargs)
-        if before != (now := _versions(tensors)):
+        now = _versions(tensors)
+        if before != now or not seen:
             inputs.note(known.modes, tensors, [a != b for a, b in zip(before, now, strict=True)])
-        elif not seen:
-            inputs.note_none(known.modes)
         return output
 
     def _run(self, call: Run, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pipe.nested import attributes_of
 from pipe.recompute.thread_state import PACKAGES
-from pipe.torch_private.modules import HOOKS_OF_MODULES, global_module_hooks
+from pipe.torch_private.modules import HOOKS_OF_MODULES
 
 __all__ = ["CONTAINERS", "PLAIN", "Contents", "Variables", "of_a_library"]
 
@@ -75,16 +75,13 @@ def _keeps_its_own(kind: type[nn.Module]) -> bool:
 class Contents:
     """What some values hold now.
 
-    ``hooks``: those that run for all modules, if they are to be restored as well. ``records``: whether containers are
-    records: what a further run adds to them is added to the present elements.
+    ``records``: whether containers are records: what a further run adds to them is added to the present elements.
     """
 
-    __slots__ = ("_before", "_hooks", "_keeps", "_records")
+    __slots__ = ("_before", "_keeps", "_records")
 
-    def __init__(
-        self, before: list[tuple[Any, Any]], hooks: list[dict[int, Any]] | None = None, *, records: bool = False
-    ) -> None:
-        self._before, self._hooks, self._records = before, hooks, records
+    def __init__(self, before: list[tuple[Any, Any]], *, records: bool = False) -> None:
+        self._before, self._records = before, records
         #: By ``id``, from which element on containers keep what they have when they get their contents.
         self._keeps: dict[int, int] = {}
 
@@ -98,7 +95,7 @@ class Contents:
             if whole:
                 own = module.__dict__
                 before += [(v, _content_of(v)) for k, v in own.items() if type(v) not in PLAIN and k not in _OF_TORCH]
-        return cls(before, [{**hooks} for hooks in global_module_hooks()])
+        return cls(before)
 
     @classmethod
     def of(cls, values: Iterable[Any], *, records: bool = False) -> Contents:
@@ -176,10 +173,6 @@ class Contents:
                 if added or _differs(value, content):
                     changed = True
                     _put(value, content, added)
-        if self._hooks is not None and self._hooks != (now := global_module_hooks()):
-            for hooks, before in zip(now, self._hooks, strict=True):
-                hooks.clear()
-                hooks.update(before)
         return changed
 
 
@@ -276,7 +269,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
         return None
     if of_a_library(kind.__module__) and kind is not types.SimpleNamespace:
         return None
-    return dict(attributes_of(value))
+    return attributes_of(value)
 
 
 def of_a_library(module: str | None) -> bool:

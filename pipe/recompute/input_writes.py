@@ -52,24 +52,18 @@ class InputWrites:
         before = [tensor._version for tensor in tensors]
         yield given
         written = [tensor._version != version for tensor, version in zip(tensors, before, strict=True)]
-        if not any(written):
-            self.note_none(kind)
-        elif copies:
+        if copies:
             self.note(kind, tensors_in(value), written)
-        else:
+        elif any(written):
             self.refuse(kind)
 
-    def note_none(self, kind: Hashable) -> None:
-        """Notes that a run has written nothing."""
-        self._writes.setdefault(kind, False)
-
     def note(self, kind: Hashable, tensors: Sequence[Tensor], written: Sequence[bool]) -> None:
-        """Notes which tensors of the input a run has written.
+        """Notes which tensors of the input a run has written, if any.
 
         Raises RuntimeError if one of them shares memory with another one: only in the bare model the write changes
         both. Here each tensor is copied, and gets its gradient, separately.
         """
-        self._writes[kind] = True
+        self._writes[kind] = any(written) or self.writes(kind)
         places = [(k, x, *_place(x)) for k, x in enumerate(tensors) if x.layout is torch.strided and x.numel()]
         for k, x, memory, begin, end in places:
             if written[k] and any(x is not o and memory == m and begin < e and b < end for _, o, m, b, e in places):

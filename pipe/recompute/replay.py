@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -104,27 +105,20 @@ class Layers:
 
     def find(self) -> None:
         """Finds the modules, parameters, buffers and generators that there are now."""
-        found: dict[nn.Module, str] = {}
-        waiting = [("", module) for module in self._roots[::-1]]
-        while waiting:
-            name, module = waiting.pop()
-            if module not in found:
-                found[module] = name
-                if module._modules:
-                    prefix = name and f"{name}."
-                    waiting += [(prefix + n, m) for n, m in module._modules.items() if m is not None][::-1]
+        memo: set[nn.Module] = set()
+        found: dict[nn.Module, str] = {
+            module: name for root in self._roots for name, module in root.named_modules(memo)
+        }
         self.names, self.modules = found, [*found]
         self.parameters = [
             (f"{name}.{n}" if name else n, p)
             for m, name in found.items()
-            if m._parameters
             for n, p in m._parameters.items()
             if p is not None
         ]
         self._buffers = [
             (owner, name, _known.setdefault(owner, {}).setdefault(name, BufferHabits(owner)))
             for owner in self.modules
-            if owner._buffers
             for name, b in owner._buffers.items()
             if b is not None
         ]
@@ -348,7 +342,7 @@ class Replay:
         is compared, if a parameter was modified in place or replaced.
         """
         for buffer in self._buffers:
-            if buffer.value.is_lost:
+            if buffer.is_lost:
                 raise RuntimeError(
                     f"buffer {buffer.name!r} of {name} was written in place between the forward and its backward, "
                     f"which runs the layers again: they would read the new value. Write it after the backward, assign "
@@ -416,7 +410,7 @@ class Rewound:
         states = replay._states if generators else []
         undo: list[tuple[Callable[[Any], Any], Any]] = [(generator.set, generator.get()) for generator, _ in states]
         if generators:
-            undo.append((_set_phase, phase.flags))
+            undo.append((partial(setattr, phase, "flags"), phase.flags))
         stateless = layers is not None and held is None and contents and replay._unchanged_in != layers.modes
         if contents and layers is not None and (held is not None or stateless):
             undo.append((Contents.put, Contents.of_modules(layers.modules, replay._attributes)))
@@ -461,10 +455,6 @@ class Rewound:
         for function, value in self._undo:
             function(value)
         self._undo = []
-
-
-def _set_phase(flags: tuple[bool, bool]) -> None:
-    phase.flags = flags
 
 
 def _replaced(layers: Layers, before: list[Any]) -> list[str]:

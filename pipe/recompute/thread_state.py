@@ -148,7 +148,7 @@ class ThreadState:
         _set_autocasts(self.autocasts, self.cache_casts and not recomputation)
         hooks = None if recomputation and self.hooks and _ends_with_its_forward(self.hooks) else self.hooks
         if hooks is not None and hooks != saved_tensor_hooks():
-            push_saved_tensor_hooks(hooks)
+            push_saved_tensor_hooks(*hooks)
         for kind, modes in ((FUNCTION_MODES, self.function_modes), (DISPATCH_MODES, self.dispatch_modes)):
             active = set(map(id, kind.active())) if modes else set()
             for mode in modes:

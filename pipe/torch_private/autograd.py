@@ -46,31 +46,24 @@ def in_backward() -> bool:
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Within a backward: calls a function when it ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+#: Within a backward: calls a function when it ends.
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
+#: Within a backward: whether it accumulates into ``.grad`` of every leaf: not inside ``torch.autograd.grad`` and
+#: ``backward(inputs=...)``.
+accumulates_everywhere: Callable[[], bool] = torch.autograd._is_checkpoint_valid  # type: ignore[attr-defined, unused-ignore]
 
-def accumulates_everywhere() -> bool:
-    """Within a backward: whether it accumulates into ``.grad`` of every leaf.
-
-    False inside ``torch.autograd.grad`` and ``backward(inputs=...)``.
-    """
-    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[attr-defined, unused-ignore]
+#: Within a backward: whether it runs a node of the graph that is not of a leaf.
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node  # type: ignore[attr-defined, unused-ignore]
 
 
 def is_requested(node: Any) -> bool:
     """Within ``torch.autograd.grad`` or ``backward(inputs=...)``: whether a leaf's node was requested."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
+        return will_run(node)
     except RuntimeError:
         # The engine raises for a leaf that torch.autograd.grad captures, and returns False for any other leaf.
         return True
-
-
-def will_run(node: Any) -> bool:
-    """Within a backward: whether it runs a node of the graph that is not of a leaf."""
-    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
 
 
 #: Within a backward: whether the graph is retained. Releases without this function are assumed to retain it.
@@ -180,10 +173,7 @@ def saved_tensor_hooks(*, while_tracing: bool = False) -> SavedTensorHooks | Non
     return hooks
 
 
-def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
-    """Makes saved-tensor hooks the active ones."""
-    _autograd._push_saved_tensors_default_hooks(*hooks)
-
-
+#: Makes saved-tensor hooks the active ones.
+push_saved_tensor_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
 #: Removes the active saved-tensor hooks.
 pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks

@@ -51,16 +51,10 @@ def modes_active() -> bool:
 class OperationMode(dispatch.TorchDispatchMode):
     """A ``TorchDispatchMode`` under which compiled layers run compiled."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     @classmethod
     def is_infra_mode(cls) -> bool:
         """True."""
         return True
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

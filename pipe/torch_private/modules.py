@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
@@ -16,7 +14,6 @@ __all__ = [
     "BatchNorm",
     "BatchOrInstanceNorm",
     "caches_parametrizations",
-    "global_module_hooks",
 ]
 
 
@@ -26,12 +23,6 @@ HOOKS_OF_MODULES = (
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
-
-
-def global_module_hooks() -> list[dict[int, Any]]:
-    """The hooks that run for every module."""
-    names = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
-    return [getattr(torch.nn.modules.module, name) for name in names]
 
 
 def caches_parametrizations(modules: Iterable[nn.Module]) -> bool:

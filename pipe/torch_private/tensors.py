@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,14 +15,10 @@ def memory_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies tensors in place."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def add_all(tensors: list[Tensor], others: list[Tensor]) -> None:
-    """Adds to each tensor the other one at its place, in place."""
-    torch._foreach_add_(tensors, others)
+#: Multiplies tensors in place by a factor.
+multiply_all: Callable[[list[Tensor], Tensor], None] = torch._foreach_mul_
+#: Adds to each tensor the other one at its place, in place.
+add_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
 
 
 def norms_of_all(tensors: list[Tensor]) -> list[Tensor]:
@@ -28,9 +26,8 @@ def norms_of_all(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors))
 
 
-def negative_view(tensor: Tensor) -> Tensor:
-    """A view of the negated tensor."""
-    return torch._neg_view(tensor)
+#: A view of the negated tensor.
+negative_view: Callable[[Tensor], Tensor] = torch._neg_view
 
 
 def storage_uses(tensor: Tensor) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor
 __all__ = [
     "breaks_compiled_graphs",
     "compiled_alike",
-    "outside_of_compiled_graphs",
     "transform_of_functions_under_way",
     "transform_under_way",
     "uncompiled_hooks",
@@ -24,15 +23,10 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def outside_of_compiled_graphs(function: F) -> F:
-    """``torch.compiler.disable``, which imports the compiler when the function is first called, not before."""
-    disabled: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined, unused-ignore]
-    return cast(F, disabled)
-
-
 def breaks_compiled_graphs(function: F) -> F:
     """``function``, which ``torch.compile`` leaves out where it compiles the caller."""
-    outside = outside_of_compiled_graphs(function)
+    # As torch.compiler.disable, but it imports the compiler when the function is first called, not before.
+    outside = torch._disable_dynamo(function)  # type: ignore[attr-defined, unused-ignore]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

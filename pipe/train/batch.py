@@ -74,7 +74,7 @@ def _children(value: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield itemgetter(key), item
     elif not isinstance(value, (Tensor, *_OPAQUE)) and not callable(value):
-        for name, item in attributes_of(value):
+        for name, item in attributes_of(value).items():
             if item is not None:
                 yield attrgetter(name), item
 

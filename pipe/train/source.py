@@ -166,7 +166,7 @@ class Source:
         ``iter(loader)`` usually makes a new iterator. A ``DataLoader`` with ``persistent_workers=True`` resets the one
         that it has, and an object that is loader and iterator in one resets itself.
         """
-        now, old = dict(attributes_of(self.iterator)), self._at_end
+        now, old = attributes_of(self.iterator), self._at_end
         return old is not None and (now.keys() != old.keys() or any(now[name] is not old[name] for name in now))
 
     def read(self) -> Any:
@@ -185,7 +185,7 @@ class Source:
             raise
         self._reads += 1
         if read is Kind.END:
-            self.stopped, self._at_end = True, dict(attributes_of(self.iterator))
+            self.stopped, self._at_end = True, attributes_of(self.iterator)
         return read
 
     def _next(self) -> Any:
