@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, RUF100
 
-__all__ = ["LossFn", "MicroLoss", "UndeclaredReductionError", "micro_losses"]
+__all__ = ["LossFn", "MicroLoss", "micro_losses"]
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -38,10 +38,6 @@ _BY_TARGETS = nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, F.cross_entropy, 
 _OF_TORCH = nn.MSELoss.forward.__module__, F.mse_loss.__module__
 #: Options of losses that are not torch's, whose mean may not be that over all rows.
 _LEAVE_OUT_ROWS = "ignore_index", "padding_idx", "pad_token_id", "weight", "mask"
-
-
-class UndeclaredReductionError(ValueError):
-    """A loss that does not declare its reduction, and returns no count."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class MicroLoss:
             raise ValueError("expected a loss that needs a gradient, got one that does not; is anything trainable?")
         if self.weight is None and count is None and not self.alone:
             name = getattr(self.function, "__qualname__", None) or type(self.function).__name__
-            raise UndeclaredReductionError(
+            raise ValueError(
                 f"expected a loss that tells what it divides by, got {name}, which returns one number for each of "
                 f"several micro-batches; pass reduction='mean' if that is the mean over rows, reduction='sum' if it is "
                 f"the sum, or return (sum, count)"
@@ -109,7 +105,7 @@ def micro_losses(
         return [MicroLoss(loss_fn, 1.0) for _ in rows]
     suspects = [name for name in _LEAVE_OUT_ROWS if options.get(name) is not None]
     if reduction is None and divided_by is None and suspects:
-        raise UndeclaredReductionError(
+        raise ValueError(
             f"expected a loss that says what it divides by, got one of reduction='mean' with {', '.join(suspects)}; "
             f"pass reduction='mean' if it is the mean over all rows, reduction='sum' with a sum, or return "
             f"(sum, count)"
@@ -169,10 +165,10 @@ def _declared(loss_fn: Any) -> tuple[str | None, str | None, Mapping[str, Any]]:
     """The reduction that a loss declares; whether the divisor of a loss of torch depends on its ``"targets"`` or
     ``"rows"``, or None if that is not known; its attributes or keyword arguments.
     """
-    loss_fn, keywords = _unwrapped(loss_fn), dict[str, Any]()
+    loss_fn, keywords = _uncompiled(loss_fn), dict[str, Any]()
     if isinstance(loss_fn, functools.partial):
         keywords, given = loss_fn.keywords, loss_fn.args
-        loss_fn = _unwrapped(loss_fn.func)
+        loss_fn = _uncompiled(loss_fn.func)
         if given or isinstance(loss_fn, nn.Module) or {"size_average", "reduce"} & keywords.keys():
             return None, None, {}
     if isinstance(loss_fn, nn.Module):
@@ -181,23 +177,15 @@ def _declared(loss_fn: Any) -> tuple[str | None, str | None, Mapping[str, Any]]:
     else:
         function, options = loss_fn, {**_defaults(loss_fn), **keywords}
     reduction = options.get("reduction", getattr(loss_fn, "reduction", None))
-    of_torch = getattr(function, "__module__", None) in _OF_TORCH and not hasattr(function, "__wrapped__")
+    wraps = hasattr(function, "__wrapped__") or inspect.ismethod(function)
+    of_torch = getattr(function, "__module__", None) in _OF_TORCH and not wraps
     by = "targets" if function in _BY_TARGETS else "rows" if of_torch and "ignore_index" not in options else None
     return reduction if isinstance(reduction, str) else None, by, options
 
 
-def _unwrapped(loss_fn: Any) -> Any:
-    """The loss behind ``torch.compile``, or behind a bound ``forward`` of a module."""
-    while True:
-        if isinstance(loss_fn, nn.Module):
-            inner = loss_fn._modules.get("_orig_mod")
-        else:
-            inner = getattr(loss_fn, "_torchdynamo_orig_callable", None)
-            if inner is None and isinstance(module := getattr(loss_fn, "__self__", None), nn.Module):
-                inner = module if loss_fn in (module.forward, module.__call__) else None
-        if inner is None:
-            return loss_fn
-        loss_fn = inner
+def _uncompiled(loss_fn: Any) -> Any:
+    """The loss behind ``torch.compile``."""
+    return getattr(loss_fn, "_orig_mod", getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn))
 
 
 def _defaults(function: Any) -> dict[str, Any]:
