@@ -56,14 +56,15 @@ class MicroLoss:
         Raises:
             ValueError: if it is no loss, or does not tell what it divides by.
         """
-        loss = self.function(output, target)
-        count: Tensor | float | None = None
-        if self.weight is None and isinstance(loss, tuple) and len(loss) == 2:
-            loss, count = _sum_and_count(*loss)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            hint = " (without reduction=, it may return (sum, count))" if isinstance(loss, tuple) else ""
+        returned = self.function(output, target)
+        pair = self.weight is None and isinstance(returned, tuple) and len(returned) == 2
+        count: Any
+        loss, count = returned if pair else (returned, None)
+        counted = isinstance(count, (int, float)) or (_is_one_element(count) and not count.requires_grad)
+        if not _is_one_element(loss) or (pair and not counted):
             raise ValueError(
-                f"expected loss_fn to return a tensor of one element, got {_described(loss)}; reduce the loss{hint}"
+                f"expected loss_fn to return a tensor of one element, or, without reduction=, (sum, count) with a "
+                f"number or a detached tensor of one element as the count, got {_described(returned)}; reduce the loss"
             )
         if not loss.requires_grad:
             raise ValueError("expected a loss that needs a gradient, got one that does not; is anything trainable?")
@@ -75,6 +76,7 @@ class MicroLoss:
                 f"the sum, or return (sum, count)"
             )
         loss = loss.reshape(()) if loss.dim() else loss
+        count = count.reshape(()) if isinstance(count, Tensor) else count
         return loss if self.weight in (None, 1.0) else loss * self.weight, count
 
 
@@ -126,19 +128,13 @@ def _nothing(output: Tensor, target: Any) -> Tensor:
     return output.flatten()[:0].sum()
 
 
-def _sum_and_count(total: Any, count: Any) -> tuple[Tensor, Tensor | float]:
-    a_count = isinstance(count, (int, float)) or (
-        isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad
-    )
-    if not isinstance(total, Tensor) or total.numel() != 1 or not a_count:
-        raise ValueError(
-            f"expected loss_fn to return a tensor, or (sum, count) with a number or a detached tensor of one element "
-            f"as the count, got ({_described(total)}, {_described(count)})"
-        )
-    return total, count.reshape(()) if isinstance(count, Tensor) else count
+def _is_one_element(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _described(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 

@@ -116,8 +116,7 @@ class Pipe(nn.Module):
         self.training = module.training
         self._wrapped: dict[str, Any] = dict(module._modules)
         self._stages = stages_of(partitions_of(module, self.balance), self.devices)
-        self._places = len(found)
-        self._turns = self._places if self._places < len(self.balance) else 0
+        self._turns = len(found) if len(found) < len(self.balance) else 0
         self._takers: list[TakesTurns] | None = None
         self._ensure_turns()
         #: Numbers of outputs whose rows depend on values.
@@ -330,6 +329,6 @@ class Pipe(nn.Module):
     def _ensure_turns(self) -> list[TakesTurns]:
         # None in a copy of the Pipe, whose modules are other ones.
         if self._takers is None:
-            share_places(self.partitions, self.devices, self._places)
+            share_places(self.partitions, self.devices, self._turns or len(self._stages))
             self._takers = takers_in(self.partitions)
         return self._takers
