@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,6 @@ from pipe.torch_private.modules import BatchNorm
 from pipe.turn import TakesTurns
 
 __all__ = ["DeferredBatchNorm", "mini_batch"]
-
-Module = TypeVar("Module", bound=nn.Module)
 
 _numbers = itertools.count()
 # The current mini-batch of this context: its number, and its number of micro-batches.
@@ -76,11 +74,10 @@ class DeferredBatchNorm(BatchNorm):
         self.begin(chunks)
 
     def begin(self, chunks: int) -> None:
-        """Starts a mini-batch of ``chunks`` micro-batches. Partial sums of an unfinished one are discarded."""
+        """Starts a mini-batch of ``chunks`` micro-batches. Statistics of an unfinished one are discarded."""
         self._expected = chunks
-        self._seen = 0
-        #: Number, mean and squared deviations of the values so far. No buffers: they do not outlive a mini-batch.
-        self._sums: tuple[int, Tensor, Tensor] | None = None
+        #: Number, mean and variance of the values of each micro-batch. No buffers: they do not outlive a mini-batch.
+        self._seen: list[tuple[int, Tensor, Tensor]] = []
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -106,20 +103,14 @@ class DeferredBatchNorm(BatchNorm):
         rows = input.detach().transpose(0, 1).flatten(1)
         # Sums in half precision would lose the statistics to rounding.
         rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
-        count = rows.size(1)
         variance, mean = torch.var_mean(rows, dim=1, correction=0)
-        squares = variance * count
-        if self._sums is not None:
-            before, mean_before, squares_before = self._sums
-            total, delta = before + count, mean - mean_before
-            mean = mean_before + delta * (count / total)
-            squares = squares_before + squares + delta * delta * (before * count / total)
-            count = total
-        self._seen += 1
-        self._sums = count, mean, squares
-        if self._seen == self._expected:
+        self._seen.append((rows.size(1), mean, variance))
+        if len(self._seen) == self._expected:
             self.num_batches_tracked += 1
             share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            count = sum(n for n, _, _ in self._seen)
+            mean = torch.stack([m * (n / count) for n, m, _ in self._seen]).sum(0)
+            squares = torch.stack([(v + (m - mean).square()) * n for n, m, v in self._seen]).sum(0)
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
             self.running_var.lerp_((squares / max(count - 1, 1)).to(self.running_var.dtype), share)
             self.begin(self._expected)
@@ -129,7 +120,7 @@ class DeferredBatchNorm(BatchNorm):
         return f"{super().extra_repr()}, chunks={self.chunks}"  # type: ignore[no-untyped-call]
 
     @classmethod
-    def convert_deferred_batch_norm(cls, module: Module, chunks: int = 1) -> Module:
+    def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> Any:
         """The module with each BatchNorm in it replaced by a DeferredBatchNorm that shares its parameters and buffers.
 
         Layers without running statistics, and layers converted already for the same ``chunks``, are kept. The given
@@ -139,37 +130,28 @@ class DeferredBatchNorm(BatchNorm):
         of their layers: one with a BatchNorm that is not converted raises ValueError. Those converted already count the
         micro-batches that a pipe announces, whatever their ``chunks``.
         """
-        return cls._converted(module, chunks) or module  # type: ignore[return-value]
-
-    @classmethod
-    def _converted(
-        cls, module: nn.Module, chunks: int, name: str = "", taker: nn.Module | None = None
-    ) -> nn.Module | None:
-        """The replacement of a module, or None if it is kept. ``taker``: one around it that takes turns."""
-        if isinstance(module, cls) and (module.chunks == chunks or taker is not None):
-            return None
+        if isinstance(module, TakesTurns):
+            for name, layer in module.named_modules():
+                if isinstance(layer, BatchNorm) and layer.track_running_stats and not isinstance(layer, cls):
+                    # Its parameters are stored already, so that a layer replaced now would not run.
+                    raise ValueError(
+                        f"expected layers to convert before they are offloaded, got {name} inside "
+                        f"{type(module).__name__}; offload the result of "
+                        f"DeferredBatchNorm.convert_deferred_batch_norm(layers)"
+                    )
+            return module
         if isinstance(module, BatchNorm):
-            if not module.track_running_stats:
-                return None
-            if taker is not None:
-                # Its parameters are stored already, so that a layer replaced now would not run.
-                raise ValueError(
-                    f"expected layers to convert before they are offloaded, got {name.lstrip('.')} inside "
-                    f"{type(taker).__name__}; offload the result of "
-                    f"DeferredBatchNorm.convert_deferred_batch_norm(layers)"
-                )
+            if not module.track_running_stats or (isinstance(module, cls) and module.chunks == chunks):
+                return module
             deferred = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
             deferred._parameters = module._parameters
             deferred._buffers = module._buffers
-            deferred.train(module.training)
-            return deferred
-        taker = module if isinstance(module, TakesTurns) else taker
+            return deferred.train(module.training)
         children = {
-            key: (child and cls._converted(child, chunks, f"{name}.{key}", taker)) or child
-            for key, child in module._modules.items()
+            key: child and cls.convert_deferred_batch_norm(child, chunks) for key, child in module._modules.items()
         }
         if children == module._modules:
-            return None
+            return module
         copied = module.__class__.__new__(module.__class__)
         copied.__dict__.update(module.__dict__)
         copied._modules = children

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, RUF100
 
-__all__ = ["LossFn", "MicroLoss", "UndeclaredReductionError", "micro_losses"]
+__all__ = ["LossFn", "MicroLoss", "micro_losses"]
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -38,10 +38,6 @@ _BY_TARGETS = nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, F.cross_entropy, 
 _OF_TORCH = nn.MSELoss.forward.__module__, F.mse_loss.__module__
 #: Options of losses that are not torch's, whose mean may not be that over all rows.
 _LEAVE_OUT_ROWS = "ignore_index", "padding_idx", "pad_token_id", "weight", "mask"
-
-
-class UndeclaredReductionError(ValueError):
-    """A loss that does not declare its reduction, and returns no count."""
 
 
 @dataclass(frozen=True)
@@ -60,25 +56,27 @@ class MicroLoss:
         Raises:
             ValueError: if it is no loss, or does not tell what it divides by.
         """
-        loss = self.function(output, target)
-        count: Tensor | float | None = None
-        if self.weight is None and isinstance(loss, tuple) and len(loss) == 2:
-            loss, count = _sum_and_count(*loss)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            hint = " (without reduction=, it may return (sum, count))" if isinstance(loss, tuple) else ""
+        returned = self.function(output, target)
+        pair = self.weight is None and isinstance(returned, tuple) and len(returned) == 2
+        count: Any
+        loss, count = returned if pair else (returned, None)
+        counted = isinstance(count, (int, float)) or (_is_one_element(count) and not count.requires_grad)
+        if not _is_one_element(loss) or (pair and not counted):
             raise ValueError(
-                f"expected loss_fn to return a tensor of one element, got {_described(loss)}; reduce the loss{hint}"
+                f"expected loss_fn to return a tensor of one element, or, without reduction=, (sum, count) with a "
+                f"number or a detached tensor of one element as the count, got {_described(returned)}; reduce the loss"
             )
         if not loss.requires_grad:
             raise ValueError("expected a loss that needs a gradient, got one that does not; is anything trainable?")
         if self.weight is None and count is None and not self.alone:
             name = getattr(self.function, "__qualname__", None) or type(self.function).__name__
-            raise UndeclaredReductionError(
+            raise ValueError(
                 f"expected a loss that tells what it divides by, got {name}, which returns one number for each of "
                 f"several micro-batches; pass reduction='mean' if that is the mean over rows, reduction='sum' if it is "
                 f"the sum, or return (sum, count)"
             )
         loss = loss.reshape(()) if loss.dim() else loss
+        count = count.reshape(()) if isinstance(count, Tensor) else count
         return loss if self.weight in (None, 1.0) else loss * self.weight, count
 
 
@@ -109,7 +107,7 @@ def micro_losses(
         return [MicroLoss(loss_fn, 1.0) for _ in rows]
     suspects = [name for name in _LEAVE_OUT_ROWS if options.get(name) is not None]
     if reduction is None and divided_by is None and suspects:
-        raise UndeclaredReductionError(
+        raise ValueError(
             f"expected a loss that says what it divides by, got one of reduction='mean' with {', '.join(suspects)}; "
             f"pass reduction='mean' if it is the mean over all rows, reduction='sum' with a sum, or return "
             f"(sum, count)"
@@ -130,19 +128,13 @@ def _nothing(output: Tensor, target: Any) -> Tensor:
     return output.flatten()[:0].sum()
 
 
-def _sum_and_count(total: Any, count: Any) -> tuple[Tensor, Tensor | float]:
-    a_count = isinstance(count, (int, float)) or (
-        isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad
-    )
-    if not isinstance(total, Tensor) or total.numel() != 1 or not a_count:
-        raise ValueError(
-            f"expected loss_fn to return a tensor, or (sum, count) with a number or a detached tensor of one element "
-            f"as the count, got ({_described(total)}, {_described(count)})"
-        )
-    return total, count.reshape(()) if isinstance(count, Tensor) else count
+def _is_one_element(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _described(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -169,10 +161,10 @@ def _declared(loss_fn: Any) -> tuple[str | None, str | None, Mapping[str, Any]]:
     """The reduction that a loss declares; whether the divisor of a loss of torch depends on its ``"targets"`` or
     ``"rows"``, or None if that is not known; its attributes or keyword arguments.
     """
-    loss_fn, keywords = _unwrapped(loss_fn), dict[str, Any]()
+    loss_fn, keywords = _uncompiled(loss_fn), dict[str, Any]()
     if isinstance(loss_fn, functools.partial):
         keywords, given = loss_fn.keywords, loss_fn.args
-        loss_fn = _unwrapped(loss_fn.func)
+        loss_fn = _uncompiled(loss_fn.func)
         if given or isinstance(loss_fn, nn.Module) or {"size_average", "reduce"} & keywords.keys():
             return None, None, {}
     if isinstance(loss_fn, nn.Module):
@@ -181,23 +173,15 @@ def _declared(loss_fn: Any) -> tuple[str | None, str | None, Mapping[str, Any]]:
     else:
         function, options = loss_fn, {**_defaults(loss_fn), **keywords}
     reduction = options.get("reduction", getattr(loss_fn, "reduction", None))
-    of_torch = getattr(function, "__module__", None) in _OF_TORCH and not hasattr(function, "__wrapped__")
+    wraps = hasattr(function, "__wrapped__") or inspect.ismethod(function)
+    of_torch = getattr(function, "__module__", None) in _OF_TORCH and not wraps
     by = "targets" if function in _BY_TARGETS else "rows" if of_torch and "ignore_index" not in options else None
     return reduction if isinstance(reduction, str) else None, by, options
 
 
-def _unwrapped(loss_fn: Any) -> Any:
-    """The loss behind ``torch.compile``, or behind a bound ``forward`` of a module."""
-    while True:
-        if isinstance(loss_fn, nn.Module):
-            inner = loss_fn._modules.get("_orig_mod")
-        else:
-            inner = getattr(loss_fn, "_torchdynamo_orig_callable", None)
-            if inner is None and isinstance(module := getattr(loss_fn, "__self__", None), nn.Module):
-                inner = module if loss_fn in (module.forward, module.__call__) else None
-        if inner is None:
-            return loss_fn
-        loss_fn = inner
+def _uncompiled(loss_fn: Any) -> Any:
+    """The loss behind ``torch.compile``."""
+    return getattr(loss_fn, "_orig_mod", getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn))
 
 
 def _defaults(function: Any) -> dict[str, Any]:

@@ -132,33 +132,14 @@ def gather_nested(values: list[Any], rows: RowsOfOutputs | None = None) -> Any:
                 f"output leaf {k} is 0-dimensional and cannot be concatenated over {len(values)} micro-batches; "
                 f"return one value per row, or use a single micro-batch"
             )
-        elif first.layout not in (torch.strided, torch.sparse_coo):
+        elif first.layout is not torch.strided:
             raise ValueError(
                 f"output leaf {k} has the layout {first.layout} and cannot be concatenated over {len(values)} "
-                f"micro-batches; return a dense or COO tensor, or use a single micro-batch"
+                f"micro-batches; return a dense tensor, or use a single micro-batch"
             )
         else:
-            dimension = 0 if rows is None else rows.dimension(k, column)
-            sparse = first.layout is torch.sparse_coo
-            gathered.append(_CatSparse.apply(dimension, *column) if sparse else torch.cat(column, dimension))  # type: ignore[no-untyped-call]
+            gathered.append(torch.cat(column, 0 if rows is None else rows.dimension(k, column)))
     return unflatten(gathered, spec)
-
-
-class _CatSparse(torch.autograd.Function):
-    """``torch.cat``, whose own backward takes views of the gradient, which a sparse one does not have."""
-
-    @staticmethod
-    def forward(ctx: Any, dimension: int, *tensors: Tensor) -> Tensor:
-        ctx.dimension, ctx.lengths = dimension, [x.shape[dimension] for x in tensors]
-        return torch.cat(tensors, dimension)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        pieces, begin = [], 0
-        for length in ctx.lengths:
-            pieces.append(torch.narrow_copy(gradient, ctx.dimension, begin, length))
-            begin += length
-        return None, *pieces
 
 
 def refuse_holder(where: str, value: Any, *, needs_grad: bool = False) -> None:

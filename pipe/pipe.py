@@ -9,6 +9,7 @@ names in ``state_dict()`` are those of the bare module.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from pipe import microbatch
 from pipe.batchnorm import DeferredBatchNorm, mini_batch
 from pipe.gradients import parameters_of, step_gradients
-from pipe.loss import LossFn, UndeclaredReductionError, micro_losses
+from pipe.loss import LossFn, micro_losses
 from pipe.pipeline import Pipeline
 from pipe.placement import (
     BalanceError,
@@ -29,7 +30,6 @@ from pipe.placement import (
     partitions_of,
     stages_of,
     updated_stages,
-    without_partitions,
 )
 from pipe.recompute.thread_state import restores_thread_state
 from pipe.refusals import (
@@ -38,13 +38,11 @@ from pipe.refusals import (
     check_reduced,
     check_rows_first,
     check_updates,
-    restored_on,
 )
 from pipe.schedule import Clocks, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.stage import Values
-from pipe.step import PipelineStep, split_target, step_of_one_cell
-from pipe.stream import AbstractStream, new_stream, use_device
+from pipe.step import PipelineStep, split_target
 from pipe.torch_private.tracing import breaks_compiled_graphs
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
 
@@ -118,13 +116,11 @@ class Pipe(nn.Module):
         self.training = module.training
         self._wrapped: dict[str, Any] = dict(module._modules)
         self._stages = stages_of(partitions_of(module, self.balance), self.devices)
-        self._places = len(found)
-        self._turns = self._places if self._places < len(self.balance) else 0
+        self._turns = len(found) if len(found) < len(self.balance) else 0
         self._takers: list[TakesTurns] | None = None
         self._ensure_turns()
         #: Numbers of outputs whose rows depend on values.
         self._selected: set[int] = set()
-        self._copy_streams: list[list[AbstractStream]] = []
         self._trace: list[StageAction] | None = None
 
     @property
@@ -142,8 +138,8 @@ class Pipe(nn.Module):
         return iter(self._modules.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        # Streams belong to the process, and shared slots to the modules of this Pipe: a copy makes its own.
-        return {**self.__dict__, "_copy_streams": [], "_takers": None, "_trace": None, "_selected": set()}
+        # Shared slots belong to the modules of this Pipe: a copy makes its own.
+        return {**self.__dict__, "_takers": None, "_trace": None, "_selected": set()}
 
     def _denied(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the Pipe sets the device of each layer."""
@@ -169,12 +165,18 @@ class Pipe(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
-        left = without_partitions(state_dict, prefix, self._modules)
-        if left:
-            lists[-1].append(
-                f"expected names of torchgpipe with the layer's name in the whole module, got several for one "
-                f"parameter of this Pipe: {', '.join(left)}; rename them to those of state_dict()"
-            )
+        # torchgpipe and fairscale name a parameter by its partition and by the layer's name in the whole module.
+        old = re.compile(re.escape(prefix) + r"partitions\.\d+\.(?P<name>(?P<layer>[^.]+)\..+)")
+        matches = [] if "partitions" in self._modules else [*filter(None, map(old.fullmatch, state_dict))]
+        for match in matches:
+            name = prefix + match["name"]
+            if name in state_dict:
+                lists[-1].append(
+                    f"expected names of torchgpipe with the layer's name in the whole module, got several for one "
+                    f"parameter, {name}, one of them {match.string}; rename them to those of state_dict()"
+                )
+            elif match["layer"] in self._modules:
+                state_dict[name] = state_dict.pop(match.string)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     @breaks_compiled_graphs
@@ -209,19 +211,14 @@ class Pipe(nn.Module):
             check_rows_first(self[0], input)
             if torch.is_grad_enabled():
                 check_updates(takers)
-        checkpoint_stop = self._checkpoint_stop(count)
-        if count == len(self._stages) == 1 and self._trace is None and not (checkpoint_stop or takers):
-            with mini_batch(1), use_device(self.devices[0]):
-                return self._stages[0](batches)[0]
         values: list[Values] = [{None: batch} for batch in batches]
         del batches
         with mini_batch(count), frozen_weights(takers):
             Pipeline(
                 values,
                 self._stages,
-                self._ensure_copy_streams(),
                 turns=self._turns,
-                checkpoint_stop=checkpoint_stop,
+                checkpoint_stop=self._checkpoint_stop(count),
                 trace=self._trace,
             ).run()
         outputs = [value[None] for value in values]
@@ -286,20 +283,11 @@ class Pipe(nn.Module):
         make = fill_drain if losses[0].weight is None else SCHEDULES[schedule]
         takers = self._ensure_turns()
         parameters = parameters_of(self, without=takers)
-        if len(rows) == len(self._stages) == 1 and self._trace is None and not takers:
-            with step_gradients(parameters), mini_batch(1), use_device(self.devices[0]):
-                return step_of_one_cell(self._stages[0], inputs[0], targets[0], losses[0])
         if len(rows) > 1:
             check_rows_first(self[0], input)
             check_updates(takers)
             check_optimizers(parameters)
-        tried = losses[0].weight is not None or len(rows) == 1
-        with (
-            contextlib.nullcontext() if tried else restored_on(UndeclaredReductionError, self, self.devices),
-            step_gradients(parameters),
-            mini_batch(len(rows)),
-            frozen_weights(takers),
-        ):
+        with step_gradients(parameters), mini_batch(len(rows)), frozen_weights(takers):
             return PipelineStep(
                 self._stages,
                 make(len(rows), len(self._stages), self._turns > 0),
@@ -341,14 +329,6 @@ class Pipe(nn.Module):
     def _ensure_turns(self) -> list[TakesTurns]:
         # None in a copy of the Pipe, whose modules are other ones.
         if self._takers is None:
-            share_places(self.partitions, self.devices, self._places)
+            share_places(self.partitions, self.devices, self._turns or len(self._stages))
             self._takers = takers_in(self.partitions)
         return self._takers
-
-    def _ensure_copy_streams(self) -> list[list[AbstractStream]]:
-        # Kept between calls: the caching allocator has a memory pool for each stream.
-        if not self._copy_streams:
-            self._copy_streams = [[] for _ in self.devices]
-        for device, streams in zip(self.devices, self._copy_streams, strict=True):
-            streams += [new_stream(device) for _ in range(self.chunks - len(streams))]
-        return self._copy_streams

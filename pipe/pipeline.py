@@ -58,7 +58,7 @@ from pipe.nested import map_together, tensors_in
 from pipe.refusals import refuse_holders
 from pipe.schedule import StageAction, clock_cycles, forward_clocks
 from pipe.stage import Stage, Values
-from pipe.stream import AbstractStream, current_stream, use_device, use_stream
+from pipe.stream import AbstractStream, copy_stream, current_stream, use_device, use_stream
 
 __all__ = ["Pipeline", "clock_cycles", "copy", "wait"]
 
@@ -81,7 +81,6 @@ class Pipeline:
         values: for each micro-batch, what is on its way to later cells: at first the micro-batch itself, under None,
             which :meth:`run` replaces by the output.
         stages: the stages, in order.
-        copy_streams: for each stage, a stream for each micro-batch.
         turns: number of places where stages take turns (:mod:`pipe.turn`); 0 if each stage has its own.
         checkpoint_stop: the micro-batches before this one are checkpointed.
         trace: gets each action when it begins, those of backward included.
@@ -89,7 +88,6 @@ class Pipeline:
 
     values: list[Values]
     stages: Sequence[Stage]
-    copy_streams: Sequence[Sequence[AbstractStream]]
     turns: int = 0
     checkpoint_stop: int = 0
     trace: list[StageAction] | None = None
@@ -108,12 +106,14 @@ class Pipeline:
     def _copy_inputs(self, i: int, j: int) -> None:
         stage, values = self.stages[j], self.values[i]
         for route in stage.arriving:
-            if self.stages[route.stashed_at].device != stage.device:
-                streams = self.copy_streams[route.stashed_at][i], self.copy_streams[j][i]
+            device = self.stages[route.stashed_at].device
+            if device != stage.device:
+                streams = copy_stream(device, route.stashed_at, i), copy_stream(stage.device, j, i)
                 values[route.key] = copy(values[route.key], *streams)
 
     def _run_cell(self, i: int, j: int) -> None:
-        stage, compute_stream, copy_stream = self.stages[j], self._streams[j], self.copy_streams[j][i]
+        stage, compute_stream = self.stages[j], self._streams[j]
+        copies = copy_stream(stage.device, j, i)
         if self.trace is not None:
             self.trace.append(StageAction("F", j, i))
         inputs = []
@@ -121,7 +121,7 @@ class Pipeline:
             value = self.values[i].pop(route.key)
             if self.stages[route.stashed_at].device != stage.device:
                 # Without this, the layers read the boundary before its copy is complete.
-                value = wait(value, copy_stream, compute_stream)
+                value = wait(value, copies, compute_stream)
             inputs.append(value)
         checkpointed = i < self.checkpoint_stop and torch.is_grad_enabled()
         halves = Checkpointing(stage, inputs, module=stage.layers) if checkpointed else None
@@ -134,7 +134,7 @@ class Pipeline:
             # Without this wait, the copy reads the output before it is computed; and in backward, the layers read the
             # gradient before it is copied.
             if copied:
-                outputs[k] = wait(outputs[k], compute_stream, copy_stream)
+                outputs[k] = wait(outputs[k], compute_stream, copies)
         if halves is not None:
             outputs = halves.recompute(outputs)
         if self.trace is not None:

@@ -1,4 +1,4 @@
-"""Splits the layers of a Pipe into stages, assigns their devices, and checks both; names parameters as the layers do.
+"""Splits the layers of a Pipe into stages, assigns their devices, and checks both.
 
 Invariant: errors in layers, balance or number of devices raise before any layer has been moved.
 """
@@ -6,9 +6,8 @@ Invariant: errors in layers, balance or number of devices raise before any layer
 from __future__ import annotations
 
 import copy
-import re
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ __all__ = [
     "partitions_of",
     "stages_of",
     "updated_stages",
-    "without_partitions",
 ]
 
 Device = torch.device | int | str
@@ -149,25 +147,3 @@ def updated_stages(
         partition._modules = {name: present[name] for name in stage.layers._modules}
         partitions.append(partition)
     return stages_of(partitions, [stage.device for stage in stages])
-
-
-def without_partitions(state_dict: dict[str, Any], prefix: str, layers: Container[str]) -> list[str]:
-    """Renames, in place, the keys that torchgpipe or fairscale saved for a Pipe with these ``layers``.
-
-    They name a parameter ``partitions.<partition>.<layer>.<name>``, with the layer's name in the whole module; a Pipe
-    names it as the bare module does: ``<layer>.<name>``.
-
-    Returns:
-        The keys that cannot be renamed because several would get one name; nothing is renamed then.
-    """
-    old = re.compile(re.escape(prefix) + r"partitions\.\d+\.(?P<name>(?P<layer>[^.]+)\..+)")
-    keys: dict[str, list[str]] = {}
-    for key in state_dict:
-        match = None if "partitions" in layers else old.fullmatch(key)
-        name = prefix + match["name"] if match and match["layer"] in layers else key
-        keys.setdefault(name, []).append(key)
-    twice = sorted(key for those in keys.values() if len(those) > 1 for key in those)
-    if not twice:
-        for name, (key,) in keys.items():
-            state_dict[name] = state_dict.pop(key)
-    return twice

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pipe.microbatch import refuse_holder
-from pipe.recompute.replay import Layers
 from pipe.turn import TakesTurns
 
 __all__ = [
@@ -25,7 +22,6 @@ __all__ = [
     "check_rows_first",
     "check_updates",
     "refuse_holders",
-    "restored_on",
 ]
 
 
@@ -123,14 +119,3 @@ def refuse_holders(stage: int, output: Any, *, checkpointed: bool, copied: bool)
     """Refuses an object with tensors in an output of a stage where these would be neither recomputed nor copied."""
     if checkpointed or copied:
         refuse_holder(f"the output of stage {stage}", output, needs_grad=not copied)
-
-
-@contextlib.contextmanager
-def restored_on(error: type[Exception], module: nn.Module, devices: Iterable[torch.device]) -> Iterator[None]:
-    """A context that restores buffers, attributes and random generators if ``error`` is raised in it."""
-    replay = Layers(module, devices=devices).begin()
-    try:
-        yield
-    except error:
-        replay.take_back()
-        raise

@@ -8,6 +8,7 @@ code serves both, and this is the only module of the pipeline that uses ``torch.
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "AbstractStream",
     "CPUStream",
     "CPUStreamType",
+    "copy_stream",
     "current_stream",
     "get_device",
     "is_cuda",
@@ -63,6 +65,15 @@ def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
 def new_stream(device: torch.device) -> AbstractStream:
     """A new stream of ``device``."""
     return torch.cuda.Stream(device) if device.type == "cuda" else CPUStream
+
+
+@cache
+def copy_stream(device: torch.device, stage: int, micro_batch: int) -> AbstractStream:
+    """The stream of ``device`` for copies of a micro-batch to and from a stage.
+
+    It is kept for the process, since the caching allocator has a memory pool for each stream.
+    """
+    return new_stream(device)
 
 
 def current_stream(device: torch.device) -> AbstractStream:

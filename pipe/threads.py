@@ -92,7 +92,7 @@ class Outcome(Generic[T]):
 class Future(Outcome[T]):
     """Work that runs once: on a thread, or in :meth:`run_or_wait` on the waiting thread if no other has begun it."""
 
-    __slots__ = ("_begun", "_missed", "_offer", "_work")
+    __slots__ = ("_begun", "_offer", "_work")
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
@@ -102,8 +102,6 @@ class Future(Outcome[T]):
         #: Emptied by the thread that takes the work, or by withdraw().
         self._offer = [True]
         self._begun = False
-        #: Whether the work was withdrawn just after a thread had begun, so that it did not run.
-        self._missed = False
 
     def run(self) -> None:
         """Runs the work, unless it was withdrawn. Called by one thread, once."""
@@ -113,8 +111,7 @@ class Future(Outcome[T]):
     def _take(self) -> Any:
         try:
             self._offer.pop()
-        except IndexError:
-            self._missed = True
+        except IndexError:  # it was withdrawn just after this thread had begun
             return None
         return self._work.pop()()
 

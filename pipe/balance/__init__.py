@@ -31,10 +31,6 @@ def _device(device: Device | None) -> torch.device:
 def _checked(module: nn.Sequential, partitions: int) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"expected nn.Sequential to balance, got {type(module).__name__}")
-    if not 1 <= partitions <= len(module):
-        raise ValueError(
-            f"expected from 1 to {len(module)} partitions for {len(module)} layers, got partitions={partitions}"
-        )
 
 
 def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:

@@ -103,10 +103,9 @@ class Skippable(nn.Module):
         tracker = current_skip_tracker()
         popped: dict[str, Any] = {}
         for key in self.poppable():
-            try:
-                popped[key[1]] = tracker.pop(key)
-            except KeyError:
-                raise RuntimeError(f"'{key[1]}' has not been stashed") from None
+            if key not in tracker:
+                raise RuntimeError(f"'{key[1]}' has not been stashed")
+            popped[key[1]] = tracker.pop(key)
         stashed: dict[str, Any] = {}
         output = self._run(self.module(input), stashed, popped)
         missing = [f"'{name}'" for name in self.stashable_names if name not in stashed]

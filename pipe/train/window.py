@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from pipe.nested import tensors_in
 from pipe.pipe import Pipe
@@ -303,22 +302,17 @@ def _total(losses: Any) -> Tensor:
 
 
 def _replicated(model: nn.Module) -> list[Any]:
-    """The modules that can leave out the all-reduce of a backward: every DDP module, and the outermost of other kinds.
+    """The outermost modules that can leave out the all-reduce of a backward.
 
     Those of ``fully_shard`` are not among them: they reduce in every backward. What they would keep in one that does
     not is in no ``.grad``, so a window could not be reweighted, saved or discarded.
     """
-    found, seen = [], set[int]()  # ids, while the model keeps all of them alive
-
-    def visit(module: nn.Module, inside: bool) -> None:
-        if id(module) not in seen:
+    found, seen, left = [], set[int](), [model]  # ids, while the model keeps all of them alive
+    while left:
+        module = left.pop()
+        if callable(getattr(module, "no_sync", None)):
+            found.append(module)
+        elif id(module) not in seen:
             seen.add(id(module))
-            ddp = isinstance(module, DistributedDataParallel)
-            silent = ddp or callable(getattr(module, "no_sync", None))
-            if ddp or (silent and not inside):
-                found.append(module)
-            for child in children_of(module):
-                visit(child, inside or (silent and not ddp))
-
-    visit(model, False)
-    return found
+            left += children_of(module)
+    return list(dict.fromkeys(found))

@@ -125,10 +125,10 @@ class Timeline:
         monkeypatch.setattr(pipeline, "copy", logged("copy"))
         monkeypatch.setattr(pipeline, "wait", logged("wait"))
         monkeypatch.setattr(pipeline, "current_stream", lambda device: f"compute{device.index}")
+        monkeypatch.setattr(pipeline, "copy_stream", lambda device, j, i: f"copy{j}")
         self.pipe = Pipe(nn.Sequential(Layer("A"), Layer("B")), [1, 1], chunks=1, checkpoint=checkpoint)
         for j, stage in enumerate(self.pipe._stages):
             stage.device = torch.device("cpu", j)
-        self.pipe._copy_streams = [["copy0"], ["copy1"]]
 
     def take(self) -> Any:
         events, self.events[:] = list(self.events), []

@@ -119,7 +119,6 @@ def a_pipe_waits_on_both_sides_of_every_copy(monkeypatch: pytest.MonkeyPatch) ->
     pipe = Pipe(nn.Sequential(Stash(), Pop()), [1, 1], chunks=1, checkpoint="never")
     for j, stage in enumerate(pipe._stages):
         stage.device = torch.device("cpu", j)
-    pipe._copy_streams = [["copy0"], ["copy1"]]
     pipe(torch.ones(1, 1))
     there = ["wait compute0>copy0"] * 2, ["copy copy0>copy1"] * 2, ["wait copy1>compute1"] * 2
     assert timeline.take() == [event for events in there for event in events], "a copy lacks a wait"
@@ -287,8 +286,8 @@ WAITS = {
     },
     "pipe.pipeline": {
         "Pipeline._run_cell": [
-            ("wait(value, copy_stream, compute_stream)", a_pipe_waits_on_both_sides_of_every_copy),
-            ("wait(outputs[k], compute_stream, copy_stream)", a_pipe_waits_on_both_sides_of_every_copy),
+            ("wait(value, copies, compute_stream)", a_pipe_waits_on_both_sides_of_every_copy),
+            ("wait(outputs[k], compute_stream, copies)", a_pipe_waits_on_both_sides_of_every_copy),
         ],
     },
     "pipe.train.lane": {
@@ -327,8 +326,8 @@ WAITS = {
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS = {
     "pipe.train.lane Ticket._run_on: stream.record_event()": lambda stream: LateEvent(),  # which was never recorded
-    "pipe.pipeline Pipeline._run_cell: wait(value, copy_stream, compute_stream)": lambda value, *_: value,
-    "pipe.pipeline Pipeline._run_cell: wait(outputs[k], compute_stream, copy_stream)": lambda value, *_: value,
+    "pipe.pipeline Pipeline._run_cell: wait(value, copies, compute_stream)": lambda value, *_: value,
+    "pipe.pipeline Pipeline._run_cell: wait(outputs[k], compute_stream, copies)": lambda value, *_: value,
 }
 
 #: What is found by its name and does not wait.

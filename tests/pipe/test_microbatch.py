@@ -86,6 +86,7 @@ def test_no_chunks_is_an_error() -> None:
         ([(torch.zeros(1),), torch.zeros(1)], "micro-batch 1 returned another structure"),
         ([(torch.zeros(1), "a"), (torch.zeros(1), "b")], "output leaf 1 is a str that differs"),
         ([torch.zeros(()), torch.zeros(())], "0-dimensional"),
+        ([torch.eye(2).to_sparse(), torch.eye(2).to_sparse()], "layout torch.sparse_coo.*return a dense tensor"),
     ],
 )
 def test_outputs_that_cannot_be_joined_are_named(outputs: Any, message: str) -> None:

@@ -89,7 +89,7 @@ def test_a_skip_is_copied_once_and_straight_between_waits_of_both_stages(monkeyp
     pipe = Pipe(nn.Sequential(StashA(), nn.Identity(), PopA()), [1, 1, 1], chunks=1)
     for j, stage in enumerate(pipe._stages):
         stage.device = torch.device("cpu", j)  # so that the pipeline takes them for different devices
-    pipe._copy_streams = [[f"copy {j}"] for j in range(3)]
+    monkeypatch.setattr(pipeline, "copy_stream", lambda device, j, i: f"copy {j}")
     pipe(torch.full((1, 3), 4.0))
     value, skip = 15.0, 24.0
     assert moves == {

@@ -72,7 +72,7 @@ def test_two_values_for_one_parameter_are_refused(strict: bool) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], ["cpu", "cpu"])
     one = torch.zeros(1, 1)
     state = {"partitions.0.0.weight": one, "partitions.1.0.weight": one}
-    with pytest.raises(RuntimeError, match=r"several for one parameter.*partitions\.0\.0\.weight, partitions\.1\.0"):
+    with pytest.raises(RuntimeError, match=r"several for one parameter, 0\.weight, one of them partitions\.1\.0"):
         pipe.load_state_dict(state, strict=strict)
     with pytest.raises(RuntimeError, match="several for one parameter"):
         pipe.load_state_dict({"partitions.0.0.weight": one, "0.weight": one}, strict=strict)

@@ -34,19 +34,19 @@ def test_an_error_is_raised_by_every_wait() -> None:
 
 def test_work_is_taken_back_or_done_but_never_both() -> None:
     log: list[str] = []
-    early, late, missed = (Future(lambda: log.append("work")) for _ in range(3))
+    early, late, missed = (Future(lambda name=name: log.append(name)) for name in ("early", "late", "missed"))
     assert early.withdraw()
     assert early.withdraw()
     early.run()
-    assert early._missed
     late.run()
     assert not late.withdraw()
-    assert not late._missed
     missed._begun = True  # a thread has come, and not yet looked
     assert not missed.withdraw()
     missed.run()
-    assert missed._missed
-    assert log == ["work"]
+    assert log == ["late"]
+    early.run_or_wait()
+    missed.run_or_wait()
+    assert log == ["late", "early", "missed"]
 
 
 def test_an_excess_thread_gets_no_work() -> None:
