@@ -60,15 +60,6 @@ def test_every_plan_is_valid_and_prints(
     assert updated[Kind.UPDATE_IN_BACKWARD] == (list(range(shards)) if in_backward and training else [])
 
 
-@given(shards=st.integers(1, 30), slots=st.integers(2, 12), microbatches=st.integers(1, 3))
-def test_spare_slots_are_a_cache(shards: int, slots: int, microbatches: int) -> None:
-    loads = plan(shards, slots, microbatches).loads
-    assert len(loads) <= max(shards, 2 * shards - (slots - 1))
-    assert max(loads.count(j) for j in range(shards)) <= 2
-    if slots >= shards:
-        assert len(loads) == shards
-
-
 def optimal_loads(uses: list[int], slots: int) -> int:
     """Fewest loads by brute force over all evictions."""
     states = {frozenset(): 0}
