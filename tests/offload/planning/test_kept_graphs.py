@@ -61,7 +61,7 @@ def test_activations_are_counted_once_each_although_their_memory_is_reused() -> 
     assert model.activation_bytes(torch.randn(rows, WIDTH)) == 3 * rows * WIDTH * 4
 
 
-def test_raw_chunks_are_processed_when_they_enter_and_again_in_backward_and_drawn_from_alike(home: str) -> None:
+def test_functions_of_chunks_run_with_their_cells_and_again_in_backward_and_draw_alike(home: str) -> None:
     events: list[str] = []
     bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     bare[0].register_forward_hook(lambda *_: events.append("layer"))
@@ -73,7 +73,14 @@ def test_raw_chunks_are_processed_when_they_enter_and_again_in_backward_and_draw
         seen.append(torch.randn(chunk[1], WIDTH))
         return seen[-1]
 
-    outputs = model.forward_chunks([("a", 2), ("b", 3)], input_fn=process)
+    scale, scaled = nn.Parameter(torch.tensor(2.0)), []
+
+    def finish(output: Tensor) -> Tensor:
+        y = torch.dropout(output, 0.5, train=True)
+        scaled.append(y.detach())
+        return y * scale
+
+    outputs = model.forward_chunks([("a", 2), ("b", 3)], input_fn=process, output_fn=finish)
     assert events == ["a", "layer", "b", "layer"]
     state = torch.get_rng_state()
     torch.autograd.backward(outputs, [y.detach().cos() for y in outputs])
@@ -82,6 +89,8 @@ def test_raw_chunks_are_processed_when_they_enter_and_again_in_backward_and_draw
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(seen[0], seen[3])
     assert torch.equal(seen[1], seen[2])
+    assert torch.equal(scaled[1], scaled[2])
+    torch.testing.assert_close(scale.grad, sum((y * (2 * y).cos()).sum() for y in scaled[:2]))
 
 
 def test_a_first_layer_that_writes_over_what_input_fn_hands_on_does_not_write_over_the_caller_s(home: str) -> None:
