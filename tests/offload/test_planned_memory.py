@@ -127,10 +127,12 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_moves(tmp_path: Path
     assert len(train(model, optimizer, 1)) == 1
 
 
+@pytest.mark.parametrize(("home", "memory"), [("disk", "30MiB"), ("host", "48MiB")], indirect=["home"])
 def test_a_size_that_ran_is_not_refused_later_nor_a_smaller_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = made(tmp_path, "30MiB")
+    """Homes in host memory keep boundaries: there is no file to spill them to."""
+    model, optimizer = made(home, memory)
     on_a_device(model, 500 * MIB, monkeypatch)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*first of longer rows, is not known", RuntimeWarning)
@@ -147,18 +149,6 @@ def test_a_size_that_ran_is_not_refused_later_nor_a_smaller_one(
         train(model, optimizer, 1, rows=ROWS - 7)
     with pytest.raises(ValueError, match="65 rows takes at least"):
         train(model, optimizer, 1, rows=ROWS + 1)
-
-
-@pytest.mark.filterwarnings("ignore:.*first of longer rows, is not known:RuntimeWarning")
-def test_homes_in_memory_keep_boundaries_whatever_a_choice_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no file to spill them to: neither for a size that ran and no longer fits, nor for ``boundary_bytes``."""
-    plain = stack()
-    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
-    assert train(*made("cpu", MemoryPolicy("1GiB", boundary_bytes=1024)), 4) == expected
-    small, optimizer = made("cpu", "48MiB")
-    on_a_device(small, 500 * MIB, monkeypatch)
-    with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
-        assert train(small, optimizer, 4) == expected
 
 
 def test_states_that_are_made_with_the_optimizer_leave_memory_for_their_files(tmp_path: Path) -> None:

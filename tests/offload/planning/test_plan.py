@@ -105,9 +105,9 @@ def test_no_plan_loads_less(shards: int, slots: int) -> None:
         ("U0 L0 L1 B1.0 D1 V1 B0.0 D0", "before the norm of all gradients is known"),
     ],
 )
-def test_a_plan_that_cannot_run_is_refused_with_an_arrow(text: str, reason: str) -> None:
+def test_a_plan_that_cannot_run_is_refused(text: str, reason: str) -> None:
     pending = [0] if "U0" in text else []
-    with pytest.raises(PlanError, match=f"{reason}.*-->"):
+    with pytest.raises(PlanError, match=reason):
         validate(plan_of(text, 2, pending), clips="V1 B0" in text)
 
 
