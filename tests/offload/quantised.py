@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload import OffloadModel, OffloadOptimizer
+
 WIDTH = 16
 
 #: Shared by all parameters of one make, as a library does with its tables.
@@ -188,3 +190,23 @@ def plain_values(value: Any) -> list[Tensor]:
 def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
     assert len(first) == len(second)
     assert [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b)] == []
+
+
+def train(model: Any, steps: int = 3, width: int = WIDTH) -> list[Tensor]:
+    """Outputs and gradients of some steps, outputs without gradients, and the trained values after them."""
+    kind, options = torch.optim.AdamW, {"lr": 0.01, "fused": True}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Any = (
+        OffloadOptimizer(model, kind, **options) if isinstance(model, OffloadModel) else kind(trained, **options)
+    )
+    seen = []
+    for k in range(steps):
+        y = model(torch.randn(3, width, generator=torch.Generator().manual_seed(k)))
+        y.square().sum().backward()
+        seen += [y.detach().clone(), *(p.grad.clone() for p in trained)]
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        seen += [model(torch.ones(1, width)), model.eval()(torch.ones(1, width))]
+    model.train()
+    return seen + [p.detach().clone() for p in trained]

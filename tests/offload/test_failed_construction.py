@@ -62,7 +62,7 @@ class StateBefore:
     """What a model consists of, to be compared with later."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model, self.kind, self.attributes = model, type(model), vars(model).keys() - set()
         self.members = [
             (module, name, value, None if value is None or value.is_meta else value.detach().clone())
             for module in model.modules()
@@ -71,6 +71,8 @@ class StateBefore:
         self.gradients = [(p, p.grad) for p in model.parameters()]
 
     def check(self) -> None:
+        assert type(self.model) is self.kind
+        assert vars(self.model).keys() == self.attributes
         for module, name, value, copied in self.members:
             now = module._parameters[name] if name in module._parameters else module._buffers[name]
             assert now is value

@@ -106,9 +106,9 @@ class Twins:
         self.weights, self.gradients, self.states = FORMS[form]
         self.max_norm, self.count = max_norm, 0
         self.bare = layers()
-        how: dict[str, Any] = {"num_slices": 6, "memory": MemoryPolicy.fixed(slots=2)}
+        how: dict[str, Any] = {"num_slices": 6, "memory": MemoryPolicy.fixed(slots=2, gradient_bytes=30_000)}
         how |= {"store_dtype": self.weights, "gradient_dtype": self.gradients}
-        how |= {key: more.pop(key) for key in ("memory", "resident", "checkpoint_activation") if key in more}
+        how |= {key: more.pop(key) for key in ("resident", "checkpoint_activation") if key in more}
         self.model = OffloadModel(copy.deepcopy(self.bare), "cpu", home, **how)
         self.ours = OffloadOptimizer(self.model, kind, max_norm=max_norm, states=self.states, **arguments, **more)
         if self.weights is BF16:
@@ -231,22 +231,6 @@ def test_updates_in_backward_and_shards_that_move_between_backward_and_step_chan
     for shards in ([], [0, 3], [3, 5], []):
         twins.step(between=lambda shards=shards: twins.model._homes.keep_in_memory(shards))  # type: ignore[misc]
         twins.assert_equal()
-
-
-@forms
-def test_bits_do_not_depend_on_how_updates_are_cut_or_where_gradients_wait(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offload.streaming.weight_forms.PIECE", 512)
-    found = []
-    for update_block_bytes, waiting in ((64, 0), (4096, 20_000), (16 << 20, 0)):
-        monkeypatch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", update_block_bytes)
-        policy = MemoryPolicy.fixed(slots=2, gradient_bytes=waiting)
-        twins = Twins(form, f"{tmp_path}/{update_block_bytes}/", max_norm=0.1, memory=policy)
-        twins.step(2)
-        found.append(twins.stored())
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
 
 
 @forms
@@ -382,27 +366,18 @@ def loaded(folder: Path, form: str) -> Made:
     return model, optimizer
 
 
-def checkpoint(folder: Path, form: str) -> Made:
-    """An exact one of before the first step, whose optimizer has no states."""
-    model, optimizer = made(layers(seed=1), f"{folder}/home/", form)
-    load_checkpoint(folder / "saved", model, optimizer)
-    return model, optimizer
-
-
 @forms
-@pytest.mark.parametrize("source", [kept, pretrained, initialised, loaded, checkpoint], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("source", [kept, pretrained, initialised, loaded], ids=lambda each: each.__name__)
 def test_values_from_elsewhere_train_as_those_of_the_layers_or_are_refused(
     tmp_path: Path, source: Callable[[Path, str], Made], form: str
 ) -> None:
     save_checkpoint(tmp_path / "saved", *made(layers(), "cpu", None))
-    weights = FORMS[form][0]
-    if (source is kept and weights) or (source is checkpoint and weights is BF16):
-        with pytest.raises(ValueError, match=r"expected DiskHome.keep=False.|would lose digits"):
+    if source is kept and FORMS[form][0]:
+        with pytest.raises(ValueError, match=r"expected DiskHome.keep=False."):
             source(tmp_path, form)
-        if source is kept:  # and it is as it was
-            model, _ = made(layers("meta"), DiskHome(tmp_path / "kept", keep=True), None)
-            assert all(map(torch.equal, model.parameters(), layers().parameters()))
-            model.close()
+        model, _ = made(layers("meta"), DiskHome(tmp_path / "kept", keep=True), None)  # and it is as it was
+        assert all(map(torch.equal, model.parameters(), layers().parameters()))
+        model.close()
         return
     found, expected = source(tmp_path, form), made(layers(), "cpu", form)
     assert all(map(torch.equal, train(*found), train(*expected)))

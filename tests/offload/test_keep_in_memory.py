@@ -107,18 +107,3 @@ def test_memory_that_other_code_views_does_not_move(tmp_path: Path, holder: str,
     assert in_memory(pair) == [False, not into_memory, False, False]
     del held
     keep([1, 2] if into_memory else [])
-
-
-def test_what_cannot_be_moved_is_refused() -> None:
-    pair = Pair("sgd")
-    keep = pair.model._homes.keep_in_memory
-    with pytest.raises(ValueError, match=r"expected indices of 4 shards, got \[1, 4\]"):
-        keep([1, 4])
-    handle = next(iter(pair.model)).register_forward_hook(lambda *_: keep([1]))
-    with pytest.raises(RuntimeError, match="expected no running forward or backward"):
-        pair.model(pair.batch())
-    handle.remove()
-    pair.model(pair.batch())
-    pair.model.close()
-    with pytest.raises(RuntimeError, match="was closed"):
-        keep([1])

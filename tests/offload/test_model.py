@@ -122,43 +122,7 @@ def test_a_step_loads_each_shard_at_most_twice_whatever_the_number_of_microbatch
         assert counted.bytes_stored == step * 6 * (WIDTH + 1) * WIDTH * 4
 
 
-def test_chunks_cost_no_loads_and_two_forwards_of_each_layer() -> None:
-    loads = {}
-    for count in (1, 64):
-        layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        model = OffloadModel(layers, "cpu", num_slices=4, checkpoint_activation=True)
-        calls = [0]
-        layers[2].register_forward_pre_hook(lambda *_, c=calls: c.__setitem__(0, c[0] + 1))
-        outputs = model.forward_chunks(list(batch(64).split(64 // count)))
-        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
-        loads[count] = model.statistics().shard_loads
-        assert calls[0] == 2 * count
-    assert loads[1] == loads[64] <= 2 * 4
-
-
 # --- chunks ---------------------------------------------------------------------------------------------------------
-
-
-def test_output_fn_belongs_to_the_last_shard_and_is_replayed() -> None:
-    bare = build(["linear"])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
-    dropout = nn.Dropout(0.5)
-    scale = nn.Parameter(torch.tensor(2.0))
-
-    def first_column(y: torch.Tensor) -> torch.Tensor:
-        return dropout(y[:, 0] * scale)
-
-    torch.manual_seed(0)
-    outputs = model.forward_chunks([batch(3), batch(4)], output_fn=first_column)
-    assert [y.shape for y in outputs] == [(3,), (4,)]
-    torch.autograd.backward(outputs, [torch.ones(3), torch.ones(4)])
-    got = scale.grad.clone()
-    scale.grad = None
-    torch.manual_seed(0)
-    sum(first_column(bare(batch(rows))).sum() for rows in (3, 4)).backward()
-    torch.testing.assert_close(got, scale.grad)
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_chunks_that_are_none_are_refused() -> None:

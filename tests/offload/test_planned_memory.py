@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.plans.memory_planner import MemoryPlanner
-from offload.limits import HOST, Grant, MemoryLimits
 from offload.planning.choose import moves
 from offload.telemetry.peak import anonymous_bytes
+from tests.offload.zoo import OwnForward
 
 WIDTH, ROWS, DEPTH = 256, 64, 6
 MIB = 1 << 20
@@ -73,36 +73,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rows: 
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def beside_a_device(model: OffloadModel, host_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has so many bytes."""
-    monkeypatch.setattr(
-        planner_of(model), "_limits", MemoryLimits(*(Grant(HOST, n, least=0, held=int) for n in (1 << 40, host_bytes)))
-    )
-
-
-@pytest.mark.usefixtures("own_memory")
-def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = stack()
-    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=MemoryPolicy("1GiB", update_on="host"))
-    ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    beside_a_device(model, ours.buffer_bytes() + model._homes.tier.staging_bytes + 21 * MIB, monkeypatch)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
-    assert train(model, ours, 6) == train(plain, theirs, 6)
-    choice = planner_of(model).choice
-    assert choice is not None
-    assert {shard.index for shard in model._homes.shards if shard.file is not None} == {0, 1}
-    assert choice.waiting == {2, 3}, "of what is left for gradients"
-    told = str(model.memory_report())
-    assert "through which 6 of 6 shards stream" in told
-    assert "those of 2 shards wait in host memory" in told
-    before = model.statistics().bytes_stored
-    assert train(model, ours, 1) == train(plain, theirs, 1)
-    each = sum(p.nbytes for p in plain[0].parameters())
-    assert model.statistics().bytes_stored - before == 2 * each, "gradients of the others"
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("memory", ["23MiB", "32MiB", "64MiB", "1GiB", "auto"])
@@ -157,25 +127,12 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_moves(tmp_path: Path
     assert len(train(model, optimizer, 1)) == 1
 
 
-def test_a_step_that_took_more_than_predicted_makes_the_next_plan_smaller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = made(tmp_path, MemoryPolicy("64MiB", resident_bytes=0, gradient_bytes=0))
-    rises = iter([1, 1, 1, 1, 60 * MIB, 1, 1])
-    on_a_device(model, 0, monkeypatch)
-    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: next(rises))
-    kept = []
-    for _ in range(7):
-        train(model, optimizer, 1, rows=1024)
-        choice = planner_of(model).choice
-        kept.append(-1 if choice is None else len(choice.kept))
-    assert kept[4] > kept[5] == kept[6]
-
-
+@pytest.mark.parametrize(("home", "memory"), [("disk", "30MiB"), ("host", "48MiB")], indirect=["home"])
 def test_a_size_that_ran_is_not_refused_later_nor_a_smaller_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = made(tmp_path, "30MiB")
+    """Homes in host memory keep boundaries: there is no file to spill them to."""
+    model, optimizer = made(home, memory)
     on_a_device(model, 500 * MIB, monkeypatch)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*first of longer rows, is not known", RuntimeWarning)
@@ -192,18 +149,6 @@ def test_a_size_that_ran_is_not_refused_later_nor_a_smaller_one(
         train(model, optimizer, 1, rows=ROWS - 7)
     with pytest.raises(ValueError, match="65 rows takes at least"):
         train(model, optimizer, 1, rows=ROWS + 1)
-
-
-@pytest.mark.filterwarnings("ignore:.*first of longer rows, is not known:RuntimeWarning")
-def test_homes_in_memory_keep_boundaries_whatever_a_choice_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no file to spill them to: neither for a size that ran and no longer fits, nor for ``boundary_bytes``."""
-    plain = stack()
-    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
-    assert train(*made("cpu", MemoryPolicy("1GiB", boundary_bytes=1024)), 4) == expected
-    small, optimizer = made("cpu", "48MiB")
-    on_a_device(small, 500 * MIB, monkeypatch)
-    with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
-        assert train(small, optimizer, 4) == expected
 
 
 def test_states_that_are_made_with_the_optimizer_leave_memory_for_their_files(tmp_path: Path) -> None:
@@ -259,24 +204,6 @@ def test_the_picture_shows_the_uses_beside_the_limit(tmp_path: Path, monkeypatch
         report.plot(tmp_path / "memory.png")
 
 
-def test_two_forwards_before_a_backward_keep_the_plan_of_the_first(tmp_path: Path) -> None:
-    plain = stack().eval()
-    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="40MiB")
-    x, y = torch.randn(ROWS, WIDTH), torch.randn(3 * ROWS, WIDTH)
-
-    def gradients(module: nn.Module) -> list[Tensor]:
-        module.zero_grad()
-        first, second = module(x).square().sum(), module(y).square().sum()
-        (second + first).backward()
-        return [p.grad.clone() for p in module.parameters() if p.grad is not None]
-
-    for _ in range(4):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
-                torch.testing.assert_close(ours, theirs)
-
-
 def test_shards_whose_weights_are_viewed_elsewhere_stay_where_they_are(tmp_path: Path) -> None:
     plain = stack()
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="1GiB")
@@ -289,27 +216,6 @@ def test_shards_whose_weights_are_viewed_elsewhere_stay_where_they_are(tmp_path:
     optimizer.synchronize()
     for name, p in plain.named_parameters():
         assert torch.equal(views[name], p), name
-
-
-def test_a_kept_home_holds_the_values_of_shards_that_rested_in_memory(tmp_path: Path) -> None:
-    """They are written there by ``synchronize()`` and by ``close()``."""
-    model = OffloadModel(stack(), "cpu", DiskHome(tmp_path, keep=True), memory="1GiB")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    train(model, optimizer, 4)
-    assert len(planner_of(model)._in_memory) == DEPTH
-    homes = [(s.file.tensor, s.home.tensor) for s in model._homes.shards if s.file is not None and s.home is not None]
-    assert not torch.equal(*homes[2])
-    optimizer.synchronize()
-    assert all(torch.equal(*each) for each in homes)
-    train(model, optimizer, 1)
-    expected = {name: p.clone() for name, p in model.named_parameters()}
-    model.close()
-    with torch.device("meta"):
-        layers = stack()
-    again = OffloadModel(layers, "cpu", DiskHome(tmp_path, keep=True), memory="1GiB")
-    for name, p in again.named_parameters():
-        assert torch.equal(p, expected[name]), name
-    again.close()
 
 
 @settings(max_examples=8, derandomize=True)
@@ -376,36 +282,15 @@ class Framed(nn.Module):
         return y
 
 
-class Sequences(nn.Module):
-    """Rows of any length, in blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = nn.Embedding(100, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
-
-    def forward(self, words: Tensor, weights: Tensor | None = None) -> Tensor:
-        x = self.first(words)
-        for block in self.blocks:
-            x = block(x)
-        return x if weights is None else x * weights[:, None, None]
-
-
-def words(rows: int, length: int) -> Tensor:
-    return torch.randint(0, 100, (rows, length))
-
-
-@pytest.mark.parametrize("blocks", [True, False])
-def test_rows_that_are_longer_than_before_are_planned_or_refused_as_more_rows(tmp_path: Path, blocks: bool) -> None:
-    bare = Sequences()
-    how = {"blocks": "blocks"} if blocks else {}
-    layers = bare if blocks else nn.Sequential(bare.first, *bare.blocks)
+@pytest.mark.parametrize("kind", [OwnForward, lambda layers: nn.Sequential(*layers)], ids=["blocks", "layers"])
+def test_rows_that_are_longer_than_before_are_planned_or_refused_as_more_rows(tmp_path: Path, kind: Any) -> None:
+    layers = kind([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)])
+    how = {"blocks": "layers"} if kind is OwnForward else {}
     model = OffloadModel(copy.deepcopy(layers), "cpu", tmp_path, memory=MemoryPolicy("40MiB", resident_bytes=0), **how)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(layers.parameters(), lr=0.1)
     for length in (8, 8, 8, 8, 40, 4, 41, 8):
-        batch = words(16, length)
+        batch = torch.randn(16, length, WIDTH)
         for run, each in ((model, optimizer), (layers, plain)):
             each.zero_grad()
             run(batch).square().mean().backward()
@@ -415,9 +300,9 @@ def test_rows_that_are_longer_than_before_are_planned_or_refused_as_more_rows(tm
     assert {rows for _, rows in planner_of(model)._ran} == {(16,), (80,), (8,), (88,)}  # 82 is rounded up
     before = model.statistics()
     with pytest.raises(ValueError, match=r"80000 rows as long as those of the first batch takes .* or shorter"):
-        model(words(16, 40000))
+        model(torch.zeros(16, 40000, WIDTH))
     assert model.statistics() == before
-    model(words(16, 8)).square().mean().backward()
+    model(torch.randn(16, 8, WIDTH)).square().mean().backward()
 
 
 class Squares(nn.Module):

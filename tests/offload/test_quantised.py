@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
-from offload.engine.homes import ModelHomes
 from offload.storage.disk import DiskTier
 from tests.offload.quantised import (
     KINDS,
@@ -26,40 +25,29 @@ from tests.offload.quantised import (
     layers,
     plain_values,
     tower,
+    train,
 )
+from tests.offload.test_failed_construction import fail_when_all_moved
 
+ADAPTERS = ["*.down.*", "*.up.*"]
 kinds = pytest.mark.parametrize("kind", KINDS)
 recomputations = pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
-
-
-def train(model: Any, steps: int = 3) -> list[Tensor]:
-    """Outputs and gradients of some steps, an output without gradients, and the values after them."""
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    if isinstance(model, OffloadModel):
-        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    seen = []
-    for k in range(steps):
-        y = model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(k)))
-        y.square().sum().backward()
-        seen += [y.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        seen.append(model(torch.ones(1, WIDTH)))
-    return seen + [x.clone() for v in model.state_dict().values() for x in plain_values(v)]
 
 
 @kinds
 @recomputations
 @pytest.mark.parametrize("form", ["layers", "blocks"])
+@pytest.mark.parametrize("resident", [None, ADAPTERS], ids=["streamed", "resident"])
 def test_training_over_a_quantised_base_equals_the_plain_model(
-    kind: str, recompute: bool, form: str, home: str
+    kind: str, recompute: bool, form: str, home: str, resident: Any
 ) -> None:
     make: Callable[[str], nn.Module] = layers if form == "layers" else tower
     given: dict[str, Any] = {"num_slices": 3} if form == "layers" else {"blocks": "layer"}
-    model = OffloadModel(make(kind), "cpu", home, checkpoint_activation=recompute, **given)
-    assert list(model.state_dict()) == list(make(kind).state_dict())
-    assert_same(train(model), train(make(kind)))
+    model = OffloadModel(make(kind), "cpu", home, checkpoint_activation=recompute, resident=resident, **given)
+    bare = make(kind)
+    assert list(model.state_dict()) == list(bare.state_dict())
+    assert_same(train(model), train(bare))
+    assert_same(*([x for v in each.state_dict().values() for x in plain_values(v)] for each in (model, bare)))
 
 
 @kinds
@@ -107,7 +95,7 @@ def test_a_checkpoint_holds_the_parts_of_quantised_weights(kind: str, tmp_path: 
 
 
 @kinds
-@pytest.mark.parametrize("resident", [None, ["*.down.*", "*.up.*"]], ids=["streamed", "resident"])
+@pytest.mark.parametrize("resident", [None, ADAPTERS], ids=["streamed", "resident"])
 def test_gradients_and_moments_are_stored_of_trainable_parameters_only(
     kind: str, resident: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,14 +115,24 @@ def test_gradients_and_moments_are_stored_of_trainable_parameters_only(
     optimizer.synchronize()
     trained = [p for p in model.parameters() if p.requires_grad]
     others = sum(nbytes for label, nbytes in allocated.items() if not label.endswith("weights"))
-    homes = [shard.home for shard in model._homes.shards]
-    files = [(h.tensor.data_ptr(), h.tensor.data_ptr() + h.nbytes) for h in homes if h is not None]
-    in_files = [p for p in trained if any(begin <= p.data_ptr() < end for begin, end in files)]
     if resident:
-        assert (others, in_files, model.statistics().bytes_stored) == (0, [], 0)
+        assert others == model.statistics().bytes_stored == 0
     else:
         assert 0 < others <= 3 * sum(p.nbytes for p in trained) + 64 * len(allocated)
-        assert len(in_files) == len(trained)
+
+
+def test_frozen_adapters_that_are_resident_end_backward_early(tmp_path: Path) -> None:
+    model: Any = OffloadModel(
+        tower("subclass"), "cpu", tmp_path, checkpoint_activation=True, blocks="layer", resident=ADAPTERS
+    )
+    for block in model.layer[:2]:
+        block.down.requires_grad_(False)
+        block.up.requires_grad_(False)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    plan = str(model.plan()).split()
+    begun = next(k for k, token in enumerate(plan) if token.startswith("B"))
+    assert [token for token in plan if token.startswith("B")] == ["B3.0", "B2.0"]
+    assert not {"L0", "L1"} & {*plan[begun:]}
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -184,6 +182,19 @@ def test_what_cannot_be_taken_apart_is_refused_before_anything_moved(make: Any, 
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize(
+    ("resident", "error", "reason"),
+    [
+        ("*.lora_*", ValueError, "matches none"),
+        (3, TypeError, "patterns of parameter names"),
+        ("*.base.weight.*", ValueError, "is quantised"),
+    ],
+)
+def test_what_cannot_be_resident_is_refused(resident: Any, error: Any, reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        OffloadModel(layers("subclass"), "cpu", resident=resident)
+
+
 def test_a_quantised_weight_that_becomes_trainable_is_refused_by_the_next_forward() -> None:
     model = OffloadModel(tower("subclass"), "cpu", checkpoint_activation=True, blocks="layer")
     for weight in (model.layer[1].base.weight, model.head.weight):
@@ -208,13 +219,7 @@ def test_a_construction_that_fails_gives_quantised_weights_back(
 ) -> None:
     model, x = layers(kind), torch.ones(1, WIDTH)
     expected = model(x)
-    begin = ModelHomes.__init__
-
-    def failing(self: ModelHomes, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        raise OSError("full")
-
-    monkeypatch.setattr(ModelHomes, "__init__", failing)
+    fail_when_all_moved(monkeypatch, OSError("full"))
     with pytest.raises(OSError, match="full"):
         OffloadModel(model, "cpu", os.fspath(tmp_path) + os.sep, checkpoint_activation=True)
     monkeypatch.undo()

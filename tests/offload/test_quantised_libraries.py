@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadModel, OffloadOptimizer
-from tests.offload.quantised import assert_same
+from offload import OffloadModel
+from tests.offload.quantised import assert_same, train
 
 WIDTH = 256  # NF4Tensor needs a multiple of 256 blocks
 
@@ -75,22 +75,6 @@ def layers(make: Callable[[], nn.Module]) -> nn.Sequential:
     return nn.Sequential(*(Block(make) for _ in range(3)))
 
 
-def train(model: Any) -> list[Tensor]:
-    """Outputs and gradients of two steps, and outputs without gradients."""
-    sgd = torch.optim.SGD
-    offloaded = isinstance(model, OffloadModel)
-    optimizer: Any = OffloadOptimizer(model, sgd, lr=0.1) if offloaded else sgd(model.parameters(), lr=0.1)
-    seen = []
-    for k in range(2):
-        y = model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(k)))
-        y.square().sum().backward()
-        seen += [y.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        return [*seen, model(torch.ones(1, WIDTH)), model.eval()(torch.ones(1, WIDTH))]
-
-
 @makes
 @pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
 def test_a_base_of_a_library_trains_adapters_as_the_plain_model(
@@ -99,4 +83,4 @@ def test_a_base_of_a_library_trains_adapters_as_the_plain_model(
     model = OffloadModel(layers(make), "cpu", home, 3, checkpoint_activation=recompute)
     held = sum(each.nbytes for shard in model._homes.shards for each in [shard.home] if each is not None)
     assert held < 3 * WIDTH * WIDTH * 1.2
-    assert_same(train(model), train(layers(make)))
+    assert_same(train(model, width=WIDTH), train(layers(make), width=WIDTH))

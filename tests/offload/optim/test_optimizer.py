@@ -22,8 +22,7 @@ import offload.optim.state_forms
 import offload.optim.update_blocks
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.planning.plan import Kind
-from pipe.recompute.phase import is_recomputing
-from tests.offload.late import LateLane, PromptLane, run_late
+from tests.offload.late import LateLane, run_late
 from tests.offload.open_files import open_files
 from tests.offload.pair import CLASSES, Pair, pending
 from tests.offload.parameters_outside import ActNorm
@@ -260,24 +259,6 @@ def test_ordinary_loops_keep_updates_pending(loop: str, tmp_path: Path) -> None:
 # --- order and bytes --------------------------------------------------------------------------------------------------
 
 
-def test_updates_follow_the_order_of_loads_and_stay_ahead_by_the_slots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A home on disk is updated in the slot that it is about to fill: just before its load, not all at once."""
-    lane = PromptLane()
-    monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: lane)
-    pair = Pair("adamw", f"{tmp_path}/")
-    for action in ("backward", "step", "zero"):
-        pair.do(action)
-    assert lane.log == []
-    seen: list[list[str]] = []
-    for layer in pair.model.children():
-        layer.register_forward_pre_hook(lambda *_: seen.append(list(lane.log)))
-    pair.eval()
-    assert seen[0] == ["U0", "U1"]
-    assert seen[-1] == ["U0", "U1", "U2", "U3"]
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_backward: bool) -> None:
     model = OffloadModel(build(["linear", "linear"]), "cpu", home, num_slices=4, checkpoint_activation=True)
@@ -337,25 +318,6 @@ def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Pa
 
 
 # --- updates in backward ----------------------------------------------------------------------------------------------
-
-
-def test_no_gradient_is_stored_and_shards_are_updated_before_backward_ends(tmp_path: Path) -> None:
-    pair = Pair("adamw", f"{tmp_path}/", update_in_backward=True)
-    order: list[str] = []
-    original: Any = pair.ours.in_backward.complete
-
-    def complete(shard: Any, kept: Any, slot: Any, after: Any) -> Any:
-        order.append(f"U{shard.index}")
-        arrival = original(shard, kept, slot, after)
-        assert all(p.grad is None for p in shard.parameters)
-        return arrival
-
-    pair.ours.in_backward.complete = complete
-    first = next(iter(pair.model.children()))
-    first.register_forward_pre_hook(lambda *_: order.append("B0") if is_recomputing() else None)
-    pair.backward()
-    assert order == ["U3", "U2", "U1", "B0", "U0"]
-    assert not any(shard.gradient_regions for shard in pair.model._homes.shards)
 
 
 @pytest.mark.parametrize("how", ["a second backward", "two forwards"])

@@ -13,15 +13,10 @@ _Cell = tuple[int, int | None]
 
 
 class PlanError(ValueError):
-    """A plan that cannot run. The message shows the plan with an arrow at the action that fails."""
+    """A plan that cannot run. The message shows the plan up to the action that fails."""
 
     def __init__(self, plan: Plan, position: int, reason: str) -> None:
-        words = [str(action) for action in plan.actions]
-        near = words[max(0, position - 6) : position]
-        there = words[position : position + 1] or ["(end)"]
-        after = words[position + 1 : position + 4]
-        super().__init__(f"{reason} at action {position}: {' '.join([*near, '-->', *there, *after])}")
-        self.position = position
+        super().__init__(f"{reason}: {' '.join(map(str, plan.actions[: position + 1]))}")
 
 
 def plan_of(text: str, slots: int, pending: Iterable[int] = ()) -> Plan:

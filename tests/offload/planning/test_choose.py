@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 from offload.planning.choose import NothingFitsError, choose, least_bytes, predict
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.step_model import Choice, Costs, Given, StepModel, Updates
+from tests.offload.interrupts import lines_of
 from tests.offload.planning.proof import validate
 
 MIB = 1 << 20
@@ -106,14 +105,6 @@ def test_bytes_go_to_whole_shards_first_then_to_graphs(model: StepModel, share: 
         assert least_bytes(model, tried) > limit
 
 
-def test_with_enough_memory_nothing_is_loaded_and_nothing_recomputed() -> None:
-    model = model_of()
-    found = predict(model, choose(model, 10_000 * MIB))
-    assert found.choice.in_memory == frozenset(range(6))
-    assert len(found.choice.kept) == 6
-    assert found.plan.loads == ()
-
-
 def on_a_device(model: StepModel, host_bytes: int) -> StepModel:
     """The same beside host memory of its own, where gradients wait, and are copied to."""
     costs = replace(model.costs, drain_to_memory=0.001 / (20 * MIB))
@@ -151,24 +142,6 @@ def test_nothing_fits_says_the_least_that_works() -> None:
         choose(model, least - 1)
 
 
-def lines_run(work: Callable[[], object]) -> int:
-    """Lines of Python that a function runs, also in the functions that it calls."""
-    count = 0
-
-    def traced(frame: object, event: str, argument: object) -> object:
-        nonlocal count
-        count += event == "line"
-        return traced
-
-    before = sys.gettrace()
-    sys.settrace(traced)  # type: ignore[arg-type]
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("resting", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("boundary_bytes", [10 * MIB, math.inf])
@@ -183,5 +156,5 @@ def test_the_work_of_a_prediction_grows_in_proportion_to_the_shards(
         in_memory = frozenset(range(int(resting * shards)))
         kept = frozenset((j, 0) for j in range(shards // 2, shards))
         choice = Choice(min(3, shards - len(in_memory)), in_memory, kept, boundary_bytes)
-        lines.append(lines_run(lambda model=model, choice=choice: predict(model, choice)))  # type: ignore[misc]
+        lines.append(len(lines_of(lambda model=model, choice=choice: predict(model, choice))))  # type: ignore[misc]
     assert lines[1] < 1.1 * 4 * lines[0]

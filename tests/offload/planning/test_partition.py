@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,13 +24,3 @@ def test_no_cut_has_a_smaller_largest_shard(sizes: list[int], data: st.DataObjec
     best = min(largest(bounds) for bounds in combinations(range(1, len(sizes)), shards - 1))
     ends = [sum(cuts[: k + 1]) for k in range(shards - 1)]
     assert largest(tuple(ends)) == best
-
-
-def test_six_layers_in_four_slices_are_balanced_and_none_is_empty() -> None:
-    assert sorted(cut_layers([1] * 6, 4)) == [1, 1, 2, 2]
-
-
-@pytest.mark.parametrize("shards", [0, 4, -1])
-def test_more_slices_than_layers_are_refused(shards: int) -> None:
-    with pytest.raises(ValueError, match="from 1 to 3 slices"):
-        cut_layers([1, 1, 1], shards)

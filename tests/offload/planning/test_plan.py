@@ -60,15 +60,6 @@ def test_every_plan_is_valid_and_prints(
     assert updated[Kind.UPDATE_IN_BACKWARD] == (list(range(shards)) if in_backward and training else [])
 
 
-@given(shards=st.integers(1, 30), slots=st.integers(2, 12), microbatches=st.integers(1, 3))
-def test_spare_slots_are_a_cache(shards: int, slots: int, microbatches: int) -> None:
-    loads = plan(shards, slots, microbatches).loads
-    assert len(loads) <= max(shards, 2 * shards - (slots - 1))
-    assert max(loads.count(j) for j in range(shards)) <= 2
-    if slots >= shards:
-        assert len(loads) == shards
-
-
 def optimal_loads(uses: list[int], slots: int) -> int:
     """Fewest loads by brute force over all evictions."""
     states = {frozenset(): 0}
@@ -114,9 +105,9 @@ def test_no_plan_loads_less(shards: int, slots: int) -> None:
         ("U0 L0 L1 B1.0 D1 V1 B0.0 D0", "before the norm of all gradients is known"),
     ],
 )
-def test_a_plan_that_cannot_run_is_refused_with_an_arrow(text: str, reason: str) -> None:
+def test_a_plan_that_cannot_run_is_refused(text: str, reason: str) -> None:
     pending = [0] if "U0" in text else []
-    with pytest.raises(PlanError, match=f"{reason}.*-->"):
+    with pytest.raises(PlanError, match=reason):
         validate(plan_of(text, 2, pending), clips="V1 B0" in text)
 
 
