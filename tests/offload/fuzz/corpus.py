@@ -36,9 +36,9 @@ def program(*statements: Statement, **setup: object) -> Program:
 #: Claim -> the program that tests it.
 EQUAL: dict[str, Program] = {
     # What leaves a layer does not live in its slot.
-    "a_table_that_is_passed_on_is_read_by_the_last_layer": program(Forward(mode="no_grad"), model="table", late=True),
+    "a_table_that_is_passed_on_is_read_by_the_last_layer": program(Forward(mode="no_grad"), model="table", late=1),
     "a_parameter_that_the_model_returns_stays_what_it_was": program(
-        Forward(mode="no_grad"), Forward(mode="no_grad", seed=1), *TRAIN, model="parameter", late=True
+        Forward(mode="no_grad"), Forward(mode="no_grad", seed=1), *TRAIN, model="parameter", late=1
     ),
     # Autograd's contracts.
     "a_penalty_on_the_gradient_of_the_input_is_refused_or_right": program(Penalty()),
@@ -96,7 +96,7 @@ EQUAL: dict[str, Program] = {
     # A subclass of Sequential.
     # Recomputation.
     "a_view_kept_by_a_function_is_there_in_backward": program(
-        Forward(), Forward(seed=1), Backward((0, 1)), model="custom", late=True
+        Forward(), Forward(seed=1), Backward((0, 1)), model="custom", late=1
     ),
     "a_loss_left_in_a_layer_is_refused_or_right": program(AuxiliaryLoss(), model="auxiliary", checkpoint=True),
     "a_loss_left_in_a_layer_whose_graph_is_kept_is_refused_or_right": program(AuxiliaryLoss(), model="auxiliary"),

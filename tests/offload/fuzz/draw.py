@@ -42,7 +42,7 @@ setups = one(
     optimizer=[*sorted(OPTIMIZERS), *("sgd", "adamw") * 2],
     updates=["plain", "plain", "offload", "offload", "backward"],
     max_norm=[None, None, 0.5],
-    late=flags,
+    late=[0, 0, 0, 1, 2, 3],
     trips=[False, False, True],
     looks=[True, True, True, False],
 )

@@ -37,7 +37,10 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
     ),
     "a mode that changes before the backward": (Forward(), SetMode(), Backward(), SetMode(train=True), *TRAIN),
     "saved tensors on the CPU": (Forward(mode="save_on_cpu"), Backward()),
-    "parameters that freeze and thaw": (*TRAIN, Freeze(), *TRAIN, Freeze(None), Freeze(3, on=True), *TRAIN),
+    "parameters that freeze and thaw": (
+        *(*TRAIN, Freeze(), *TRAIN, Step(), Freeze(None), Freeze(3, on=True), *TRAIN, Step(), ZeroGrad()),
+        *(*TRAIN, Freeze(None, on=True), *TRAIN, Step(), ZeroGrad(), Freeze(0), TrainStep()),
+    ),
     "clipped steps": (*TRAIN, Clip(), Step(), ZeroGrad(), TrainStep(), TrainStep()),
     "hooks of parameters": (Hook(does="scale", at=None), Hook("accumulated", at=None), *TRAIN, RemoveHooks(), *TRAIN),
     "hooks of layers": (Hook("forward", "scale"), Hook("forward_pre", at=2), *TRAIN, RemoveHooks(), *TRAIN),
@@ -62,10 +65,10 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
 
 FORMS: dict[str, dict[str, Any]] = {
     "a Sequential in memory": {"model": "dropout", "checkpoint": True},
-    "a Sequential in files": {"model": "batchnorm", "home": "disk", "checkpoint": True, "boundary": 0, "late": True},
+    "a Sequential in files": {"model": "batchnorm", "home": "disk", "checkpoint": True, "boundary": 0, "late": 1},
     "a Sequential whose graphs are kept": {"model": "inplace", "home": "disk"},
     "tied layers": {"model": "tied", "home": "disk", "checkpoint": True},
-    "two blocks a shard in files": {"model": "blocks", "slices": 2, "home": "disk", "checkpoint": True, "late": True},
+    "two blocks a shard in files": {"model": "blocks", "slices": 2, "home": "disk", "checkpoint": True, "late": 1},
     "blocks whose graphs are kept": {"model": "blocks_normed"},
     "blocks that are called without gradients": {"model": "blocks_fixed", "home": "disk", "checkpoint": True},
     "modules around blocks that stream": {"model": "blocks_all", "home": "disk", "checkpoint": True, "slices": 5},
