@@ -16,15 +16,10 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
     "backwards in the other order": (Forward(), Forward(seed=1), Backward((1,)), Backward((0,))),
     "a retained graph": (Forward(), Backward(retain=True), Forward(seed=1), Backward((1,)), Backward()),
     "gradients that accumulate and are zeroed": (
-        TrainStep(),
-        *TRAIN,
-        ZeroGrad(set_to_none=False),
-        *TRAIN,
-        ZeroGrad(),
-        *TRAIN,
-        *TRAIN,
+        *(TrainStep(), *TRAIN, ZeroGrad(set_to_none=False), *TRAIN, ZeroGrad("loop", False), *TRAIN),
+        *(ZeroGrad(), *TRAIN, *TRAIN),
     ),
-    "gradients that are kept": (*TRAIN, KeepGradients(), ZeroGrad(), *TRAIN, UseKept()),
+    "gradients that are kept": (*TRAIN, KeepGradients(), ZeroGrad(), *TRAIN, UseKept(), ZeroGrad(set_to_none=False)),
     "gradients of the input": (Forward(x_grad=True), Backward(), Forward(x_grad=True), Grad(of="x")),
     "gradients that are asked for": (Forward(), Grad(retain=True), Grad(of="last", retain=True), Grad(of="first")),
     "a backward of given parameters": (
@@ -42,22 +37,20 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
         *(*TRAIN, Freeze(None, on=True), *TRAIN, Step(), ZeroGrad(), Freeze(0), TrainStep()),
     ),
     "clipped steps": (*TRAIN, Clip(), Step(), ZeroGrad(), TrainStep(), TrainStep()),
-    "hooks of parameters": (Hook(does="scale", at=None), Hook("accumulated", at=None), *TRAIN, RemoveHooks(), *TRAIN),
+    "hooks of parameters": (
+        *(Hook(does="scale", at=None), Hook("accumulated", "scale", None), *TRAIN, *TRAIN, RemoveHooks(), *TRAIN),
+    ),
     "hooks of layers": (Hook("forward", "scale"), Hook("forward_pre", at=2), *TRAIN, RemoveHooks(), *TRAIN),
     "a state that is saved and loaded": (*TRAIN, SaveState(), Step(), LoadState(), *TRAIN),
     "a checkpoint that is saved and loaded": (
-        TrainStep(),
-        Checkpoint(),
-        TrainStep(),
-        Checkpoint(load=True),
-        TrainStep(),
+        *(TrainStep(), Checkpoint(), TrainStep(), Checkpoint(load=True), TrainStep()),
     ),
-    "a copy": (*TRAIN, Copy(), *TRAIN, Step(), Forward()),
+    "a copy": (Hook("forward", "scale", None), *TRAIN, Copy(), *TRAIN, Step(), Forward()),
     "a pickle": (*TRAIN, Copy("pickle"), *TRAIN, Step(), Forward()),
     "average weights": (TrainStep(), Average(), TrainStep(), Average(), Average("swap"), Forward(mode="eval")),
     "weights that are written between inferences": tuple(
         statement
-        for how in ("in_place", "data", "data_copy", "data_mul", "numpy", "vector", "state_dict", "set")
+        for how in ("in_place", "data", "data_copy", "data_mul", "numpy", "vector", "state_dict", "set", "swap")
         for statement in (Forward(mode="no_grad"), Write(how))
     ),
     "weights that are written": (Write("in_place", 0), *TRAIN, Write("data_copy"), *TRAIN, Step(), *TRAIN),
