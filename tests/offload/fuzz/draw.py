@@ -106,7 +106,6 @@ SINGLE: list[st.SearchStrategy[Statement]] = [
     one(passes.MutateOutput),
     one(gradients.KeepGradients),
     one(gradients.UseKept, how=["assign", "kept", "copy", "fresh"]),
-    one(gradients.ScaleGradients, how=["in_place", "data", "assign"]),
     one(gradients.Clip, by=["norm", "value"]),
     one(gradients.Step),
     one(gradients.TrainStep, seed=seeds, accumulate=[1, 2], set_to_none=flags),
