@@ -273,27 +273,6 @@ def test_a_kept_home_that_was_never_closed_has_the_first_values_outside(tmp_path
 # --- another type -----------------------------------------------------------------------------------------------------
 
 
-class Typed(Model):
-    """Makes its mask in the type of its weights."""
-
-    def __init__(self, blocks: int = 4, dropout: float = 0.1) -> None:
-        super().__init__(blocks, dropout)
-        self.masks = Ones()
-
-
-class Ones(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(1, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-def typed() -> nn.Module:
-    torch.manual_seed(0)
-    return Typed()
-
-
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """With parameters in a type, and buffers as they are."""
     made = copy.deepcopy(model)
@@ -305,7 +284,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_all_parameters_compute_in_param_dtype(dtype: torch.dtype, recompute: bool) -> None:
-    bare = typed()
+    bare = make()
     plain, model = cast(bare, dtype), wrap(bare, param_dtype=dtype, checkpoint_activation=recompute)
     extra = torch.randn(3, 5, WIDTH)
     inputs = [extra.clone().requires_grad_(), extra.to(dtype).requires_grad_()]
@@ -326,7 +305,7 @@ def test_all_parameters_compute_in_param_dtype(dtype: torch.dtype, recompute: bo
 
 
 def test_the_parameters_are_back_in_their_type_after_a_forward_and_after_a_failure() -> None:
-    model = wrap(typed(), param_dtype=torch.bfloat16)
+    model = wrap(make(), param_dtype=torch.bfloat16)
     weights = list(model.parameters())
     seen: list[torch.dtype] = []
     hook = model.norm.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))

@@ -14,7 +14,6 @@ from tests.offload.fuzz.passes import (
 )
 from tests.offload.fuzz.program import Program, Setup, Statement
 from tests.offload.fuzz.weights import (
-    Average,
     Checkpoint,
     Copy,
     Freeze,
@@ -59,18 +58,6 @@ EQUAL: dict[str, Program] = {
     # p.data = v between calls.
     "other_data_of_a_parameter_is_kept_on_disk": program(Write("data", 0), Reopen(), home="kept"),
     "other_data_between_backward_and_step_is_stepped": program(*TRAIN, Write("data"), Step(), updates="offload"),
-    "an_average_that_is_evaluated_between_forward_and_backward_leaves_none_of_its_weights": program(
-        *TRAIN,
-        *TRAIN,
-        *TRAIN,
-        Average(),
-        Step(),
-        Forward(),
-        Average("swap"),
-        Forward(seed=1, mode="no_grad"),
-        Average("swap"),
-        Backward(),
-    ),
     "other_data_is_used_outside_of_the_model_before_it_is_home": program(Write("data"), Regularised(first=True)),
     "frozen_layers_that_no_backward_reaches_may_be_written": program(
         Freeze(0), Freeze(1), Forward(), Write("data_mul", 0), Backward(), checkpoint=True

@@ -47,7 +47,10 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
     ),
     "a copy": (Hook("forward", "scale", None), *TRAIN, Copy(), *TRAIN, Step(), Forward()),
     "a pickle": (*TRAIN, Copy("pickle"), *TRAIN, Step(), Forward()),
-    "average weights": (TrainStep(), Average(), TrainStep(), Average(), Average("swap"), Forward(mode="eval")),
+    "average weights": (
+        *(TrainStep(), Average(), TrainStep(), Average(), Forward(), Average("swap"), Forward(mode="eval")),
+        *(Average("swap"), Backward()),
+    ),
     "weights that are written between inferences": tuple(
         statement
         for how in ("in_place", "data", "data_copy", "data_mul", "numpy", "vector", "state_dict", "set", "swap")
