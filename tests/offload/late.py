@@ -31,9 +31,8 @@ class LateArrival(Arrival):
         self.done = True
         if self in self.lane.pending:
             self.lane.pending.remove(self)
-        if not self.lane.forgets_after:
-            for arrival in self.after:
-                arrival.run()  # type: ignore[attr-defined]
+        for arrival in self.after:
+            arrival.run()  # type: ignore[attr-defined]
         self.lane.log.append(self.token)
         try:
             with torch.no_grad():
@@ -42,8 +41,6 @@ class LateArrival(Arrival):
             self.error = error
 
     def wait(self) -> None:
-        if self.lane.forgets is not None and self.token.startswith(self.lane.forgets):
-            return
         # The adversary lets any other copies overtake this one first.
         pending, random = self.lane.pending, self.lane.random
         for other in pending[::-1] if self.lane.backwards else random.sample(pending, random.randint(0, len(pending))):
@@ -60,20 +57,14 @@ class LateLane(CopyLane):
 
     Args:
         seed: of the adversary.
-        forgets: tokens whose waits do nothing.
-        forgets_after: no ``after``.
         backwards: the last copy comes first, whatever the seed.
     """
 
-    def __init__(
-        self, seed: int = 0, forgets: str | None = None, forgets_after: bool = False, backwards: bool = False
-    ) -> None:
+    def __init__(self, seed: int = 0, backwards: bool = False) -> None:
         self.backwards = backwards
         self.random = random.Random(seed)
         self.pending: list[LateArrival] = []
         self.log: list[str] = []
-        self.forgets = forgets
-        self.forgets_after = forgets_after
 
     def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
         arrival = LateArrival(self, token, copy, after)
@@ -96,12 +87,12 @@ class PromptLane(LateLane):
         return arrival
 
 
-def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object) -> list[LateLane]:
+def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, *, backwards: bool = False) -> list[LateLane]:
     """Models made from now on move their bytes on late lanes, and every slot holds NaN until it is filled."""
     made: list[LateLane] = []
 
     def open_late_lanes(device: object, **_: object) -> CopyLanes:
-        lanes = [LateLane(seed + k, **mutations) for k in range(3)]  # type: ignore[arg-type]
+        lanes = [LateLane(seed + k, backwards) for k in range(3)]
         made.extend(lanes)
         return CopyLanes(*lanes)
 

@@ -66,7 +66,7 @@ def assert_trains_alike(home: str, *, recompute: bool = True, boundary_bytes: in
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("late", ["L", "D", "spill", "fetch", "compute"])
 def test_a_stream_that_runs_late_changes_nothing(late: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: test_late_lane.py::test_training_is_exact_in_whatever_order_copies_finish."""
+    """Twin: ``late`` of the setups of the fuzz."""
     submit = StreamCopyLane.submit
 
     def slow_submit(

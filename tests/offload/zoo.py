@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from pipe.microbatch import gather_nested, split_nested
 
 WIDTH = 8
 
@@ -69,15 +65,3 @@ def build(kinds: Sequence[str], *, tied: bool = False, seed: int = 0) -> nn.Sequ
     if tied:
         last.weight = first.weight
     return nn.Sequential(first, *(layer for kind in kinds for layer in LAYERS[kind]()), last)
-
-
-def reference(bare: nn.Sequential, cuts: Sequence[int], x: Any, microbatches: int) -> Any:
-    """What an OffloadModel of the same shards must equal: all micro-batches pass one shard, then the next."""
-    values = split_nested(x, microbatches)
-    layers = list(bare)
-    for begin, end in pairwise([0, *accumulate(cuts)]):
-        for i, value in enumerate(values):
-            for layer in layers[begin:end]:
-                value = layer(value)
-            values[i] = value
-    return gather_nested(values)

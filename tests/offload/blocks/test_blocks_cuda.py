@@ -44,15 +44,3 @@ def test_steps_are_those_of_the_plain_model(home: str, tmp_path: Path) -> None:
         ours.step()
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         assert close(p.detach().cpu(), q.detach().cpu())
-
-
-def test_chunks_pass_each_block_in_one_visit() -> None:
-    bare = make(dropout=0.0)
-    model: Any = OffloadModel(copy.deepcopy(bare), "cuda", checkpoint_activation=True, blocks="encoder.layer")
-    bare.cuda()
-    chunks = [words(2, 5).cuda(), words(2, 3, seed=4).cuda()]
-    outputs = model.forward_chunks(chunks, output_fn=lambda output: output["states"].mean(1))
-    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    sum(bare(chunk)["states"].mean(1).sum() for chunk in chunks).backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert close(p.grad.cpu(), q.grad.cpu())

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from offload import OffloadModel, OffloadOptimizer
+from offload import OffloadModel
 from pipe import Pipe
 from tests.offload.blocks.towers import (
     WIDTH,
@@ -40,21 +40,6 @@ def assert_close_gradients(plain: nn.Module, ours: nn.Module) -> None:
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
-
-
-def test_chunks_are_made_and_reduced_by_functions() -> None:
-    bare = make(dropout=0.0)
-    model = wrap(bare)
-    head = nn.Linear(WIDTH, 2)
-    mine = copy.deepcopy(head)
-    outputs = model.forward_chunks(
-        ["abc", "de"], input_fn=lambda text: words(len(text), seed=len(text)), output_fn=lambda o: mine(o["states"])
-    )
-    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    for rows in (3, 2):
-        head(bare(words(rows, seed=rows))["states"]).sum().backward()
-    assert_close_gradients(bare, model)
-    assert_close_gradients(head, mine)
 
 
 def test_a_block_alone_with_gradients_is_equal_to_the_plain_one() -> None:
@@ -195,29 +180,6 @@ def test_a_change_of_what_entered_a_block_changes_no_gradient_and_is_refused_whe
     assert_equal(bare, model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(x).sum().backward()
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-def test_frozen_blocks_are_only_read(tmp_path: Path) -> None:
-    bare = make()
-    for name, p in bare.named_parameters():
-        p.requires_grad_("linear.bias" in name)
-    model = wrap(bare, tmp_path)
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
-    plain = torch.optim.AdamW(bare.parameters(), lr=0.01)
-    for seed in range(4):
-        before = model.statistics()
-        for each, updates in ((bare, plain), (model, optimizer)):
-            updates.zero_grad()
-            step(each, seed, words=words(seed=seed))
-            updates.step()
-    assert_equal(bare, model, exact=False)
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    after = model.statistics()
-    assert after.bytes_stored - before.bytes_stored == trained
-    assert after.update_bytes_written - before.update_bytes_written <= 3 * trained + 4096 * 4
 
 
 # --- a forward of the instance ----------------------------------------------------------------------------------------

@@ -38,28 +38,23 @@ def test_a_checkpoint_moves_between_models_whose_embedding_streams_and_stays(tmp
 
 
 class Large(nn.Module):
-    """Its embedding and its head are much larger than its blocks; ``by_value``: no module multiplies by the table."""
+    """Its embedding and its head are much larger than its blocks."""
 
-    def __init__(self, rows: int = 8000, *, tied: bool = True, by_value: bool = False) -> None:
+    def __init__(self, *, tied: bool = True, rows: int = 8000) -> None:
         super().__init__()
-        self.words = nn.Embedding(rows, WIDTH * 4)
+        torch.manual_seed(0)
+        self.words = nn.Embedding(8000, WIDTH * 4)
         self.layer = nn.ModuleList(nn.Linear(WIDTH * 4, WIDTH * 4) for _ in range(4))
         self.head = nn.Linear(WIDTH * 4, rows, bias=False)
         if tied:
             self.head.weight = self.words.weight
-        self.by_value = by_value
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
         for block in self.layer:
             x = torch.tanh(block(x))
-        x = x.mean(1)
-        return x @ self.words.weight.t() if self.by_value else self.head(x)
-
-
-def large(**choices: Any) -> Large:
-    torch.manual_seed(0)
-    return Large(**choices)
+        y: Tensor = self.head(x.mean(1))
+        return y
 
 
 def limited(bare: nn.Module, home: Any, memory: int | str, **choices: Any) -> Any:
@@ -73,7 +68,7 @@ BYTES = 8000 * 4 * WIDTH * 4
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_limit_below_what_stays_makes_shards_of_the_largest_modules(tied: bool, tmp_path: Path) -> None:
-    bare = large(tied=tied)
+    bare = Large(tied=tied)
     model = limited(bare, tmp_path, 3 * BYTES + (1 << 20))
     assert model._homes.blocks == ["words", *BLOCKS, "head"]
     ours, theirs = OffloadOptimizer(model, torch.optim.AdamW), torch.optim.AdamW(bare.parameters(), fused=True)
@@ -88,35 +83,35 @@ def test_a_limit_below_what_stays_makes_shards_of_the_largest_modules(tied: bool
 
 
 @pytest.mark.parametrize(
-    ("memory", "choices"),
-    [("1GiB", {}), (None, {}), (3 * BYTES, {"resident": "words.*"}), (3 * BYTES, {"num_slices": 4})],
+    ("bare", "memory", "choices", "blocks"),
+    [
+        ({}, "1GiB", {}, BLOCKS),
+        ({}, None, {}, BLOCKS),
+        ({}, 3 * BYTES, {"resident": "words.*"}, BLOCKS),
+        ({}, 3 * BYTES, {"num_slices": 4}, BLOCKS),
+        ({"tied": False, "rows": 2000}, 4 * BYTES, {}, ["words", *BLOCKS]),
+    ],
 )
-def test_they_stay_where_they_fit_or_are_to_stay(memory: Any, choices: dict[str, Any], tmp_path: Path) -> None:
-    assert limited(large(), tmp_path, memory, **choices)._homes.blocks == BLOCKS
-
-
-def test_as_many_stay_as_fit(tmp_path: Path) -> None:
-    bare = large(tied=False)
-    bare.head = nn.Linear(WIDTH * 4, 2000, bias=False)
-    assert limited(bare, tmp_path, 4 * BYTES)._homes.blocks == ["words", *BLOCKS]
+def test_they_stay_where_they_fit_or_are_to_stay(bare: Any, memory: Any, choices: Any, blocks: Any) -> None:
+    assert limited(Large(**bare), "cpu", memory, **choices)._homes.blocks == blocks
 
 
 def test_what_cannot_be_a_shard_stays_and_the_error_counts_it(tmp_path: Path) -> None:
-    bare = large()
+    bare = Large()
     bare.words.sparse = True  # so that the head, which is tied, stays as well
     with pytest.raises(ValueError, match=rf"{shown_bytes(2 * BYTES)} of them for parameters in no shard") as caught:
         limited(bare, tmp_path, BYTES)
     least = int(str(caught.value).partition("pass memory=")[2].partition(",")[0])
     assert limited(bare, tmp_path, least)._homes.blocks == BLOCKS
     with pytest.raises(ValueError, match="the least that works") as caught:
-        limited(large(), tmp_path, BYTES)
+        limited(Large(), tmp_path, BYTES)
     least = int(str(caught.value).partition("pass memory=")[2].partition(",")[0])
     assert 2 * BYTES < least < 2.1 * BYTES
-    assert limited(large(), tmp_path, least)._homes.blocks == ["words", *BLOCKS, "head"]
+    assert limited(Large(), tmp_path, least)._homes.blocks == ["words", *BLOCKS, "head"]
 
 
 def test_the_slots_of_a_step_take_one_large_shard_and_two_blocks(tmp_path: Path) -> None:
-    model = OffloadModel(large(), "cpu", tmp_path, blocks=["words", "layer", "head"], checkpoint_activation=True)
+    model = OffloadModel(Large(), "cpu", tmp_path, blocks=["words", "layer", "head"], checkpoint_activation=True)
     model(words()).square().mean().backward()
     block = model._homes.shards[1].slot_bytes
     held = model.statistics().peak_device_bytes

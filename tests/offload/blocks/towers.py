@@ -66,7 +66,7 @@ class Model(nn.Module):
         x = self.dropout(self.embed(words))
         if extra is not None:
             x = x + extra
-        mask = self.masks(torch.ones(*words.shape, 1, device=words.device))
+        mask = self.masks(self.masks.weight.new_ones(*words.shape, 1))
         bias, every = None, []
         for k, block in enumerate(self.encoder.layer):
             x, bias = block(x, mask, bias=bias, note=None)

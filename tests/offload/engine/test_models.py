@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload import MemoryPolicy, OffloadModel
 from pipe import Pipe
 from pipe.nested import tensors_in
-from pipe.recompute.phase import is_recomputing
 
 WIDTH, NODES = 24, 5
 ADJACENCY = torch.tensor([[0, 0, 1, 2, 3, 4, 4], [1, 4, 2, 0, 3, 0, 2]])
@@ -152,25 +151,6 @@ def arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return inputs, {"scale": 2.0, "extra": {"offset": torch.zeros(5, WIDTH)}}
 
 
-class Decaying(nn.Module):
-    """Writes another value to its weight at each run; ``asks``: not where it is run again."""
-
-    def __init__(self, *, asks: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        self.asks = asks
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not (self.asks and is_recomputing()):
-            with torch.no_grad():
-                self.weight.mul_(0.5)
-        return x @ self.weight
-
-
-def decaying(*, asks: bool) -> nn.Sequential:
-    return nn.Sequential(Decaying(asks=asks), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), Decaying(asks=asks))
-
-
 class Casting(nn.Module):
     """Computes with casts and copies of its weight before it writes it, and with one afterwards."""
 
@@ -241,8 +221,6 @@ CASES: dict[str, Callable[[], tuple[nn.Sequential, Any]]] = {
     "unequal rows": lambda: (nn.Sequential(Call(messages), Call(messages), Call(messages)), edges()),
     "packed": packed,
     "several arguments": lambda: (several(), arguments()),
-    "decaying": lambda: (decaying(asks=False), one()),
-    "decaying once": lambda: (decaying(asks=True), one()),
     "casts": lambda: (between(Casting), one()),
     **{f"autocast {k}": lambda k=k: (between(AUTOCAST[k]), one()) for k in AUTOCAST},  # type: ignore[misc]
 }

@@ -120,21 +120,6 @@ def test_other_tools_read_it(tmp_path: Path, home: str) -> None:
     assert all(torch.equal(saved[f"state.{n}.{key}"], v) for n, s in expected.items() for key, v in s.items())
 
 
-def test_bare_modules_and_plain_optimizers_are_saved_and_loaded_too(tmp_path: Path) -> None:
-    pair = Pair("momentum", tied=True)
-    for action in ("backward", "step", "zero"):
-        pair.do(action)
-    save_checkpoint(tmp_path, pair.bare, pair.plain)
-    assert load_checkpoint(tmp_path, pair.bare, pair.plain).step is None  # a plain optimizer has no count of steps
-    again = Pair("momentum", tied=True, slices=2)
-    load_checkpoint(tmp_path, again.model, again.ours)
-    load_checkpoint(tmp_path, again.bare, again.plain)
-    for action in ("backward", "step"):
-        again.do(action)
-    again.assert_equal()
-    again.assert_equal_states()
-
-
 class Extra(nn.Linear):
     def get_extra_state(self) -> Any:
         return {"calls": 3}

@@ -38,39 +38,23 @@ def write_sharded(folder: Path, tensors: Mapping[str, Tensor], files: int = 3, s
     return folder
 
 
-def layers(seed: int, *, tied: bool = True) -> nn.Sequential:
-    """Linear layers, of which two share their weight, batch normalisation with buffers, and a convolution."""
+def layers(seed: int) -> nn.Sequential:
+    """Linear layers, of which two share their weight, batch normalisation with buffers, and a module of modules."""
     torch.manual_seed(seed)
     first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    if tied:
-        last.weight = first.weight
+    last.weight = first.weight
     inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     nn.init.uniform_(inner[1].running_mean)
-    return nn.Sequential(first, inner, nn.Conv1d(1, 1, 3, padding=1), last)
-
-
-class Reshaped(nn.Module):
-    """Lets a convolution stand between linear layers."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.unsqueeze(1)).squeeze(1)
+    return nn.Sequential(first, inner, nn.Sequential(nn.LayerNorm(WIDTH)), last)
 
 
 def model_of(seed: int, home: str = "cpu", **more: Any) -> OffloadModel:
-    bare = layers(seed)
-    bare[2] = Reshaped(bare[2])
-    return OffloadModel(bare, "cpu", home, num_slices=4, checkpoint_activation=True, **more)
+    return OffloadModel(layers(seed), "cpu", home, num_slices=4, checkpoint_activation=True, **more)
 
 
-def on_meta(tied: bool = True) -> nn.Sequential:
+def on_meta() -> nn.Sequential:
     with torch.device("meta"):
-        bare = layers(0, tied=tied)
-    bare[2] = Reshaped(bare[2])
-    return bare
+        return layers(0)
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:

@@ -68,24 +68,6 @@ class UseKept(Statement):
         return norms
 
 
-class ScaleGradients(Statement):
-    """Gradients are multiplied: "in_place", through "data", or by "assign"."""
-
-    how: str = "in_place"
-    factor: float = 0.5
-
-    def run(self, world: World) -> None:
-        for p in world.parameters():
-            if p.grad is None:
-                continue
-            if self.how == "in_place":
-                p.grad.mul_(self.factor)
-            elif self.how == "data":
-                p.grad.data.mul_(self.factor)
-            else:
-                p.grad = p.grad * self.factor
-
-
 class Clip(Statement):
     """By the global norm, or each number ("value")."""
 

@@ -71,7 +71,7 @@ def run(program: Program) -> Outcome:
         if program.setup.device is not None:
             patch.setattr("offload.storage.buffer.IN_HOST_MEMORY", frozenset[str]())
         if program.setup.late:
-            run_late(patch)
+            run_late(patch, program.setup.late)
             patch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(3))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.callback(torch.set_rng_state, torch.get_rng_state())

@@ -48,8 +48,8 @@ class Setup:
     updates: str = "plain"
     #: Clip by global norm in each step; with "offload" as ``max_norm``.
     max_norm: float | None = None
-    #: Copies arrive as late as they may, and slots hold NaN until they are filled.
-    late: bool = False
+    #: Copies arrive as late as they may, in the order of this seed, and slots hold NaN until they are filled; 0: no.
+    late: int = 0
     #: Layers between the others in which an interrupt can strike.
     trips: bool = False
     #: Compare parameters, gradients and states after each statement, not only where a program looks.

@@ -22,7 +22,7 @@ from tests.offload.fuzz.program import Program, Setup
 
 #: How each model trains.
 WAYS: list[dict[str, Any]] = [
-    {"home": "disk", "checkpoint": True, "boundary": 0, "late": True},
+    {"home": "disk", "checkpoint": True, "boundary": 0, "late": 1},
     {"slices": 2, "updates": "offload", "max_norm": 0.5},
     {"home": "disk", "checkpoint": True, "graphs": 1 << 20, "updates": "offload", "optimizer": "momentum"},
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -113,19 +112,6 @@ class TestDirectTier(TierContract):
 
 
 # --- which way ------------------------------------------------------------------------------------------------------
-
-
-def test_files_too_large_for_the_page_cache_bypass_it(direct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "available_bytes", lambda: 2_000_000)
-    tier = DiskTier(direct_folder, CPU)
-    first = tier.allocate(3_000_000, "weights")
-    assert not tier.transfers.cache.direct()
-    second = tier.allocate(1, "weights")
-    assert tier.transfers.cache.direct()
-    assert first is not second
-    del first
-    gc.collect()
-    assert not tier.transfers.cache.direct()
 
 
 def test_states_that_switch_between_cached_and_direct_transfers_keep_their_values(

@@ -145,21 +145,28 @@ def test_a_home_that_is_in_use_is_refused(left: tuple[Path, dict[str, Tensor]]) 
     offloaded(layers("meta"), left[0]).close()
 
 
-ENDS = """
-import sys, torch
-from tests.offload.open_files import open_files
+SCRIPT = """
+import os, sys, torch
 from tests.offload.persistent import layers, offloaded, train
-model = offloaded(layers(), sys.argv[1])
+
+home, out, how = sys.argv[1:]
+model = offloaded(layers(), home)
 train(model, range(2))
-torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, sys.argv[2])
-if sys.argv[3] == "raises":
+if how == "killed later":
+    model.close()
+    model = offloaded(layers("meta"), home)
+    train(model, range(2, 4))
+torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, out)
+if how == "raises":
     raise ArithmeticError("in the user's loop")
+if how != "ends":
+    os._exit(1)
 """
 
 
 @pytest.mark.parametrize("how", ["ends", "raises"])
 def test_a_home_is_closed_when_the_program_ends(how: str, tmp_path: Path) -> None:
-    ended = run_program(ENDS, tmp_path / "home", tmp_path / "weights.pt", how)
+    ended = run_program(SCRIPT, tmp_path / "home", tmp_path / "weights.pt", how)
     assert ended.status == (how == "raises"), ended.errors
     assert "ended without close" not in ended.errors
     again = offloaded(layers("meta"), tmp_path / "home")
@@ -211,29 +218,11 @@ def test_what_a_home_cannot_be_is_refused(tmp_path: Path) -> None:
 
 # --- recovered --------------------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import os, sys
-from pathlib import Path
-import torch
-from tests.offload.persistent import everything, layers, offloaded, train
 
-root, closes, out = Path(sys.argv[1]), sys.argv[2] == "closes", sys.argv[3]
-model = offloaded(layers(), root / "home")
-train(model, range(2))
-if closes:
-    model.close()
-    model = offloaded(layers("meta"), root / "home")
-    train(model, range(2, 4))
-torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, out)
-os._exit(1)
-"""
-
-
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: bool, tmp_path: Path) -> None:
-    out = tmp_path / "weights.pt"
-    assert run_program(SCRIPT, tmp_path, "closes" if closes else "ends", out).status == 1
-    home = tmp_path / "home"
+@pytest.mark.parametrize("how", ["killed", "killed later"])
+def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(how: str, tmp_path: Path) -> None:
+    home, out = tmp_path / "home", tmp_path / "weights.pt"
+    assert run_program(SCRIPT, home, out, how).status == 1
     with pytest.raises(HomeError, match=r"ended without close\(\).*recover=True"):
         offloaded(layers("meta"), home)
     with pytest.warns(RuntimeWarning, match="its contents cannot be verified"):

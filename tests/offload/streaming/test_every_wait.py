@@ -16,7 +16,7 @@ import torch
 
 from pipe.train import InlineLane
 from tests.offload.scenarios import blocks, boundaries, files, lanes, reading, rows, training
-from tests.waits import Scenario, Site, find_sites, is_value_used, take_out
+from tests.waits import Scenario, find_sites, is_value_used, take_out
 
 #: Each scenario, and the waits without any of which it fails: by module, function and text.
 NEEDS: dict[Scenario, list[str]] = {
@@ -302,25 +302,3 @@ def test_without_this_wait(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_every_used_value_has_a_stand_in() -> None:
     assert set(STAND_INS) == {wait for wait in TABLE if is_value_used(SITES[wait])}
-
-
-def test_a_wait_that_is_new_is_found(tmp_path: Path) -> None:
-    """Of each kind there is one in an unknown module."""
-    (tmp_path / "new.py").write_text(
-        "class A:\n"
-        "    def f(self):\n"
-        "        self.arrival.wait()\n"
-        "        lane.submit('L0', copy, [first])\n"
-        "        with self._lock:\n"
-        "            return event.synchronize\n"
-        "        ', '.join(set())\n",
-        encoding="utf-8",
-    )
-    found = [(site.kind, site.text) for site in find_sites([tmp_path])]
-    assert found == [
-        ("call", "self.arrival.wait()"),
-        ("order", "lane.submit('L0', copy, [first])"),
-        ("lock", "with self._lock"),
-        ("reference", "event.synchronize"),
-    ]
-    assert all(isinstance(site, Site) for site in find_sites([tmp_path]))
