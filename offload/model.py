@@ -141,10 +141,6 @@ class OffloadModel(nn.Module):
         """The compute device."""
         return self._offloaded.device
 
-    @device.setter
-    def device(self, device: torch.device) -> None:
-        self._offloaded.device = device
-
     @property
     def memory_policy(self) -> MemoryPolicy:
         """What the model may hold, with the slots and bytes that were decided."""

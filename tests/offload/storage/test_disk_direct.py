@@ -119,13 +119,14 @@ def test_files_too_large_for_the_page_cache_bypass_it(direct_folder: Path, monke
     monkeypatch.setattr(cache_module, "available_bytes", lambda: 2_000_000)
     tier = DiskTier(direct_folder, CPU)
     first = tier.allocate(3_000_000, "weights")
-    assert not tier.transfers.cache.direct()
+    usage = first._usage  # type: ignore[attr-defined]
+    assert not tier.transfers.cache.direct(usage)
     second = tier.allocate(1, "weights")
-    assert tier.transfers.cache.direct()
-    assert first is not second
+    usage = second._usage  # type: ignore[attr-defined]
+    assert tier.transfers.cache.direct(usage)
     del first
     gc.collect()
-    assert not tier.transfers.cache.direct()
+    assert not tier.transfers.cache.direct(usage)
 
 
 def test_states_that_switch_between_cached_and_direct_transfers_keep_their_values(
