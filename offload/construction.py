@@ -1,4 +1,4 @@
-"""Makes what an offloaded model consists of from its arguments: homes of its layers, lanes, the engine, reports."""
+"""Makes what an offloaded model consists of from its arguments: homes of its layers, lanes, the engine."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
 from offload.memory import MemoryArguments, Needs, layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh
+from offload.microbatches import MicroBatches
 from offload.persistence import PersistentHome
 from offload.planning.budget import GAPS_SHARE
 from offload.policy import MemoryPolicy
-from offload.reports import MicroBatches, Reports
 from offload.running import LayersInOrder
 from offload.storage import DiskHome, home_of, open_tier
 from offload.streaming.current_values import leave_pending_updates
@@ -86,7 +86,6 @@ class Offloaded:
     persistent_home: PersistentHome
     homes: ModelHomes
     calls: LayersInOrder | OwnForward
-    reports: Reports
     finalizer: Callable[[], Any]
 
 
@@ -225,7 +224,7 @@ def construct(
     if memory_limits is not None and recompute:
         plan_memory(homes, memory_limits, resources.policy)
     home.begin()
-    calls.micro_batches = micro_batches = MicroBatches(given.num_microbatches, homes)
+    calls.micro_batches = MicroBatches(given.num_microbatches, homes)
     return Offloaded(
         kind=type(model),
         arguments=copied,
@@ -234,7 +233,6 @@ def construct(
         persistent_home=home,
         homes=homes,
         calls=calls,
-        reports=Reports(homes, micro_batches),
         finalizer=finalizer,
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.machine import capacity, free_bytes, private_bytes_left
+from offload.machine import capacity, free_bytes
 from offload.planning.budget import shown_bytes
 from offload.policy import MemoryPolicy
 from offload.storage.buffer import has_own_memory
@@ -102,15 +102,6 @@ def check_place(place: torch.device, asked: int | None, needs: int, advice: str)
         warnings.warn(
             f"memory={shown_bytes(asked)} is more than the {shown_bytes(there)} of {name} that this machine has; pass "
             f"less, or 'auto' for what is free",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    left = private_bytes_left() if place.type == "cpu" else None
-    if left is not None and asked > left:
-        warnings.warn(
-            f"memory={shown_bytes(asked)} is more than the {shown_bytes(left)} that the limit on private memory "
-            f"(RLIMIT_DATA) leaves this process; it counts what is mapped, also 8 MiB for the stack of a usual thread, "
-            f"of which libraries start some that end the process where they cannot. Pass less, or raise the limit",
             RuntimeWarning,
             stacklevel=4,
         )

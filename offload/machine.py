@@ -21,7 +21,6 @@ __all__ = [
     "free_bytes",
     "free_device_bytes",
     "free_host_bytes",
-    "private_bytes_left",
 ]
 
 #: Below this are ``/proc`` and the mounted control groups.
@@ -54,22 +53,15 @@ def free_host_bytes() -> int:
     """The least of what the machine has without swapping, and what the limit of this process on private memory
     (``RLIMIT_DATA``) and each control group above it leave.
 
-    A group leaves ``memory.max - (memory.current - inactive_file)``: its inactive file pages are dropped first.
+    A group leaves ``memory.max - (memory.current - inactive_file)``: its inactive file pages are dropped first. Private
+    memory counts as it is mapped, used or not: heaps, buffers, and the stack of each thread (often 8 MiB).
     """
     left = [int(psutil.virtual_memory().available)]
     left += [group.limit - (group.usage - group.inactive_file) for group in control_groups()]
-    if (private := private_bytes_left()) is not None:
-        left.append(private)
-    return max(0, min(left))
-
-
-def private_bytes_left() -> int | None:
-    """Bytes of private memory that this process may still map under ``RLIMIT_DATA``; None without a limit.
-
-    It counts what is mapped, used or not: heaps, buffers, and the stack of each thread (often 8 MiB).
-    """
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    return None if limit == resource.RLIM_INFINITY else max(0, limit - int(psutil.Process().memory_info().data))
+    if limit != resource.RLIM_INFINITY:
+        left.append(limit - int(psutil.Process().memory_info().data))
+    return max(0, min(left))
 
 
 def free_device_bytes(device: torch.device) -> int:

@@ -8,7 +8,7 @@ import copy
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,10 +21,11 @@ from offload.blocks.fixed_structure import methods_refused
 from offload.construction import Arguments, Offloaded, construct
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.plans.prediction import Estimate
+from offload.engine.plans.prediction import Estimate, next_plan, predict_step
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.loading import adapted, build_model, names_of_transformers
+from offload.microbatches import MicroBatches
 from offload.module import refuse_copies, refuse_moves, show_values, store_values
 from offload.planning.budget import shown_bytes
 from offload.planning.plan import Plan
@@ -140,10 +141,6 @@ class OffloadModel(nn.Module):
         """The compute device."""
         return self._offloaded.device
 
-    @device.setter
-    def device(self, device: torch.device) -> None:
-        self._offloaded.device = device
-
     @property
     def memory_policy(self) -> MemoryPolicy:
         """What the model may hold, with the slots and bytes that were decided."""
@@ -156,6 +153,10 @@ class OffloadModel(nn.Module):
     @property
     def _engine(self) -> Engine:
         return self._offloaded.calls.engine
+
+    @property
+    def _micro_batches(self) -> MicroBatches:
+        return self._offloaded.calls.micro_batches
 
     @property
     def hf_device_map(self) -> dict[str, Any]:
@@ -258,7 +259,8 @@ class OffloadModel(nn.Module):
             batch_rows: a batch of few rows has fewer micro-batches.
             training: whether there is a backward.
         """
-        return self._offloaded.reports.plan(batch_rows, training=training)
+        ran = self._homes.steps.last(batch_rows, training=training)
+        return ran or next_plan(self._homes, self._micro_batches.rows(batch_rows), training=training)
 
     def estimate(self, batch_rows: int) -> Estimate:
         """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, bytes at the peak.
@@ -271,7 +273,7 @@ class OffloadModel(nn.Module):
             RuntimeError: if no training step has run yet.
             ValueError: if ``memory`` is too small for such a batch.
         """
-        return self._offloaded.reports.estimate(batch_rows)
+        return predict_step(self._homes, self._micro_batches.rows(batch_rows))
 
     def memory_report(self) -> MemoryReport:
         """How steps use the memory that they may, and why: ``print(model.memory_report())``.
@@ -281,12 +283,17 @@ class OffloadModel(nn.Module):
         """
         return self._homes.memory_report()
 
-    def trace(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[list[Event]]:
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
         """Records compute and each lane in this context, and writes the trace to ``path`` for https://ui.perfetto.dev.
 
         ``with model.trace("step.json") as events: ...``; the events are named as in the plan.
         """
-        return self._offloaded.reports.trace(path)
+        meter = self._homes.meter
+        with meter.tracer.recording(self._homes.bytes_at_home) as events:
+            meter.tracer.sample(meter.held_bytes)
+            yield events
+        meter.tracer.write(path, events)
 
     def extra_repr(self) -> str:
         """One line about the shards."""

@@ -26,7 +26,7 @@ from offload.engine.plans.rows import (
 from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
 from offload.limits import cell_bytes
-from offload.reports import MicroBatches
+from offload.microbatches import MicroBatches
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import map_tensors, tensors_in

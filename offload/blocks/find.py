@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | BlockNames | None) -> dict[st
             f"OffloadModel streams the blocks of {type(model).__name__}.{name} ({len(_list_at(model, name))} modules); "
             f"pass blocks={name!r} to choose them",
             UserWarning,
-            stacklevel=_frames_of_package(),
+            stacklevel=4,
         )
         blocks = name
     if isinstance(blocks, BlockNames):
@@ -81,14 +80,6 @@ def find_blocks(model: nn.Module, blocks: Blocks | BlockNames | None) -> dict[st
         )
     _check_apart(found)
     return found
-
-
-def _frames_of_package() -> int:
-    """The ``stacklevel`` of a warning of the caller for the code that called this package."""
-    frame, count = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "offload":
-        frame, count = frame.f_back, count + 1
-    return count
 
 
 def _in_lists(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:

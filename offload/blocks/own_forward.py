@@ -18,7 +18,7 @@ from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.structure import Structure
-from offload.reports import MicroBatches
+from offload.microbatches import MicroBatches
 from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import is_taken_apart, refresh, stored_tensors
 from pipe.interception import offered

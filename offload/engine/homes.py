@@ -151,8 +151,7 @@ class ModelHomes:
             on_host=not has_own_memory(device),
             apart=layers_apart,
         )
-        lenders = [] if self.resident is None else [self.resident]
-        self.assigned_data = AssignedData(self.shards, lenders)
+        self.assigned_data = AssignedData([*self.shards, *([] if self.resident is None else [self.resident])])
         #: The parameters that users see; with a mesh, layers hold them from now on.
         self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
         self.row_units = RowUnits()

@@ -22,16 +22,13 @@ __all__ = ["AssignedData"]
 class AssignedData:
     """Tensors that other code assigns to the ``.data`` of parameters between passes.
 
-    ``shards``: the list of those that compute, which may be replaced by others; ``lenders``: owners of parameters that
-    stay on the compute device.
+    ``shards``: those that store parameters, also such that stay on the compute device.
     """
 
-    def __init__(self, shards: Sequence[Shard], lenders: Sequence[Shard] = ()) -> None:
+    def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
-        self._lenders = lenders
-        #: All shards, what they store, and where it was when no other data was assigned.
-        self._owners: list[Shard] = []
-        self._stored: list[Slice] = []
+        #: What they store, and where it was when no other data was assigned.
+        self._stored = [s for shard in shards for s in shard.own if s.nbytes]
         self._addresses: list[int] = []
         #: Number of calls of :meth:`store`, and the last that found data for each parameter, by identity.
         self.stores = 0
@@ -47,20 +44,19 @@ class AssignedData:
         for shard in self._shards:
             if shard.sealed is not None:
                 check_seal(shard)
-        owners = [*self._shards, *self._lenders]
         # By functions of C, since each pass asks.
         at = [*map(Tensor.data_ptr, [s.parameter for s in self._stored])]
-        if owners == self._owners and at == self._addresses:
+        if at == self._addresses:
             self.stores += 1
             return
-        found = [(shard, s) for shard in owners for s in shard.assigned()]
+        found = [(shard, s) for shard in self._shards for s in shard.assigned()]
         if found:
             self._refuse_held(found)
             _warn_of_shared([s for _, s in found])
         assigned = [(shard, s, s.parameter.detach()) for shard, s in found]
         if len(assigned) > 1:
             # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
-            homes = set[int]().union(*(shard.home_storages() for shard in owners))
+            homes = set[int]().union(*(shard.home_storages() for shard in self._shards))
             assigned = [
                 (shard, s, value.clone() if value.untyped_storage().data_ptr() in homes else value)
                 for shard, s, value in assigned
@@ -70,11 +66,10 @@ class AssignedData:
             # Without incrementing the version: a graph outside of the model that uses the parameter stays valid.
             self._assigned_at[id(s.parameter)] = self.stores
             shard.store_assigned_data(s, value)
-        self._owners, self._stored = owners, [s for shard in owners for s in shard.own if s.nbytes]
         self._addresses = [s.parameter.data_ptr() for s in self._stored]
 
     def _refuse_held(self, assigned: Sequence[tuple[Shard, Slice]]) -> None:
-        own = [s for shard in (*self._shards, *self._lenders) for s in shard.own]
+        own = [s for shard in self._shards for s in shard.own]
         addresses = Counter(_memory(t.detach()) for s in own for t in (s.parameter, *s.aliases))
         for shard, s in assigned:
             assert shard.home is not None

@@ -252,7 +252,7 @@ def means_of_parts(
     """This rank's parts of the means over ranks of whole ``gradients``; empties the list. On the lane of ranks.
 
     None for a gradient that no rank has. What a rank sends to each other one are the bytes of ``parts``, and one for
-    each of them in whole cache lines. ``storing``: copies of means of an earlier call, which are freed then.
+    each of them in whole cache lines. ``storing``: copies of means of an earlier call, which it waits for.
     """
     count, device = ranks.count, ranks.transport.device
     there = ranks.any_rank_has([gradient is not None for gradient in gradients])
@@ -260,10 +260,10 @@ def means_of_parts(
     offsets, nbytes = offsets_of(parts)
     wide = widened(parts)
     totals: list[Tensor | None] = [None] * len(parts)
-    # Bytes of sums less those of gradients that are freed; and how many there may be while others are stored: with
-    # these and the collectives 3/4 of a shard.
-    more = 0
-    most = max(nbytes // 4, count * (3 * nbytes // 4 - 2 * bytes_at_once(nbytes, count)) - nbytes)
+    for arrival in storing:
+        with suppress(Exception):  # the thread that runs the model raises it
+            # Drain lane -> lane of ranks. Without this, a rank holds more than a shard beside one process.
+            arrival.synchronize()
     for begin, end in pieces_of(nbytes, count):
         sent, received = ranks.staging(2 * count * (end - begin)).view(2, count, end - begin)
         cuts = [*cuts_between(parts, offsets, begin, end)]
@@ -275,8 +275,7 @@ def means_of_parts(
             for rank in range(count):
                 place = cut.sent(part, rank, sent[rank])
                 place.zero_() if gradient is None else place.copy_(cut.of_rank(part, rank, gradient))
-            if cut.ends and gradient is not None:
-                more -= gradient.nbytes
+            if cut.ends:
                 given[n] = None
         gradient = None  # else the last one would not be freed
         ranks.reduce(received, sent)
@@ -285,11 +284,6 @@ def means_of_parts(
             if not there[n]:
                 continue
             if total is None:
-                more += wide[n].stored_bytes(ranks.rank)
-                for arrival in storing if more > most else ():
-                    with suppress(Exception):  # the thread that runs the model raises it
-                        # Drain lane -> lane of ranks. Without this, a rank holds more than a shard beside one process.
-                        arrival.synchronize()
                 elements = wide[n].stored_elements(ranks.rank)
                 totals[n] = total = torch.empty(elements, dtype=wide[n].dtype, device=device)
             # In the order of ranks: the same bits in each run, and on each replica.

@@ -2,11 +2,11 @@
 
 Bytes go first to whole shards that rest in memory, with gradients and optimizer states: each saves two loads, a write
 and an update in files. What is left goes to graphs, which save a recomputation, those first that backward begins with.
-The rest goes to another slot, to gradients that wait for their update, and to boundaries that stay, in the order of the
-seconds that each saves for a byte.
+The rest goes to gradients that wait for their update, then to boundaries that stay: for each byte both save a write and
+a read. Another slot is held all the time, so it comes last, and only if steps are predicted to take less time with it.
 
 How many of each fit is found by bisection over the bytes of a step, so bytes that one use has freed serve the next.
-Times change nothing but the last kinds, and none of them changes a result.
+Times change nothing but that slot, and it changes no result.
 
 This module knows nothing of tensors or torch.
 """
@@ -42,13 +42,10 @@ __all__ = [
 LEVELS = 32
 #: Least gain, of the seconds of a step, for which there is another slot: its memory is held all the time.
 LEAST_GAIN = 5e-3
-#: Part of a step by which sums of the same seconds in other orders differ at most.
-ROUNDING = 1e-9
 
 _T = TypeVar("_T")
-#: Whether a choice fits; and what adds one use of memory to a choice as far as it fits.
+#: Whether a choice fits.
 _Fits = Callable[[Choice], bool]
-_Use = Callable[[StepModel, Choice, _Fits], Choice]
 
 
 class NothingFitsError(ValueError):
@@ -136,22 +133,11 @@ def fill(model: StepModel, choice: Choice, limit_bytes: int, *, resizes: bool = 
         return _bytes(model, tried) <= limit_bytes
 
     now = _with_graphs(model, _leanest(model, choice), fits)
-    uses: list[_Use] = [_with_waiting, _with_boundaries]
+    now = _with_boundaries(model, _with_waiting(model, now, fits), fits)
     if resizes and model.given.slots is None:
-        uses.append(_with_a_slot)
-    while uses:
-        before, seconds = _bytes(model, now), _seconds(model, now)
-        found: dict[_Use, tuple[float, Choice]] = {}
-        for use in uses:
-            other = use(model, now, fits)
-            saved = seconds - _seconds(model, other)
-            if other != now and saved >= (LEAST_GAIN if use is _with_a_slot else -ROUNDING) * seconds:
-                found[use] = saved / max(1, _bytes(model, other) - before), other
-        if not found:
-            break
-        best = max(found, key=lambda use: found[use][0])
-        now = found[best][1]
-        uses.remove(best)
+        more = replace(now, slots=min(now.slots + 1, model.shards - len(now.in_memory)))
+        if more != now and fits(more) and _seconds(model, more) <= (1 - LEAST_GAIN) * _seconds(model, now):
+            return more
     return now
 
 
@@ -217,11 +203,6 @@ def _with_boundaries(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
 
 def _with_most(choice: Callable[[int], Choice], most: int, fits: _Fits) -> Choice:
     return choice(_most(lambda count: fits(choice(count)), most))
-
-
-def _with_a_slot(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
-    more = replace(choice, slots=min(choice.slots + 1, model.shards - len(choice.in_memory)))
-    return more if fits(more) else choice
 
 
 # --- what a choice saves, and what lanes do ---------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from offload.machine import file_system
 from offload.storage.buffer import on_own_storage, view_memory, whole_pages
 from offload.storage.contract import Block, Scratch, Tier, bytes_of
 from offload.storage.page_cache import PageCache
-from offload.storage.transfer import Link, Transfers, move_all, open_link
+from offload.storage.transfer import CudaLink, Link, Transfers, move_all
 from pipe.freed import WhenFreed
 
 __all__ = ["DiskBlock", "DiskScratch", "DiskTier", "reserve"]
@@ -207,7 +207,8 @@ class DiskTier(Tier):
                 stacklevel=5,
             )
         self._device = device
-        self.transfers = Transfers(PageCache(self._root, direct), link or open_link(device))
+        link = link or (CudaLink() if device.type == "cuda" else Link())
+        self.transfers = Transfers(PageCache(self._root, direct), link)
 
     @property
     def staging_bytes(self) -> int:

@@ -52,7 +52,7 @@ class CacheUsage:
     nbytes: int
     #: Whether a step uses it once, in a fixed order with all other cyclic blocks.
     cyclic: bool
-    #: Whether it uses direct I/O, because the blocks before it fill the cache.
+    #: Whether it is to use direct I/O.
     direct: bool = False
 
 
@@ -68,7 +68,6 @@ class PageCache:
         self._wanted = direct
         self._usages: dict[CacheUsage, None] = {}  # in order of creation
         self._decided = False
-        self._too_large = False
         self._bytes_until_recheck = RECHECK_BYTES
         self._works: bool | None = None
         self._lock = threading.Lock()
@@ -92,13 +91,11 @@ class PageCache:
             self._bytes_until_recheck = RECHECK_BYTES
             self._decided = False
 
-    def direct(self, usage: CacheUsage | None = None) -> bool:
-        """Whether to use direct I/O now, for a block or for files in general."""
+    def direct(self, usage: CacheUsage) -> bool:
+        """Whether to use direct I/O for a block now."""
         if self._wanted is None and not self._decided:
             self._decide()
-        wanted = self._wanted
-        if wanted is None:
-            wanted = usage.direct if usage is not None and usage.cyclic else self._too_large
+        wanted = usage.direct if self._wanted is None else self._wanted
         if wanted and self._works is None:
             with self._lock:
                 if self._works is None:
@@ -109,9 +106,9 @@ class PageCache:
         self._decided = True  # first, so that a change during this call causes another one
         usages, available = list(self._usages), available_bytes()
         others = sum(usage.nbytes for usage in usages if not usage.cyclic)
-        self._too_large = others > available * CACHE_PAYS_UP_TO
         spare = available * CACHE_HOLDS - others
         for usage in usages:
+            usage.direct = others > available * CACHE_PAYS_UP_TO
             if usage.cyclic:
                 spare -= usage.nbytes
                 usage.direct = spare < 0

@@ -37,7 +37,6 @@ __all__ = [
     "Staging",
     "Transfers",
     "move_all",
-    "open_link",
 ]
 
 
@@ -89,11 +88,6 @@ class CudaLink(Link):
             return event.synchronize
 
         return copy
-
-
-def open_link(device: torch.device) -> Link:
-    """The link to a compute device."""
-    return CudaLink() if device.type == "cuda" else Link()
 
 
 class Staging:

@@ -90,7 +90,7 @@ def test_moving_casting_and_copies_of_data_parallel_are_refused_and_change_nothi
     assert model.float() is model
     assert at_home(model)
     # A trainer moves every model to the compute device, and a loss that has the model as a child: no change.
-    model.device = torch.device("meta")  # in place of a device that this machine may lack
+    model._offloaded.device = torch.device("meta")  # in place of a device that this machine may lack
     around = nn.ModuleDict({"model": model})
     assert around.to("meta")["model"] is model
     assert at_home(model)

@@ -224,7 +224,7 @@ def one_thread_finds_out_what_the_file_system_can(monkeypatch: pytest.MonkeyPatc
         return True
 
     monkeypatch.setattr("offload.storage.page_cache._direct_works", probe)
-    assert cache.direct()
+    assert cache.direct(cache.register(1, cyclic=False))
 
 
 @fails_with("the queue was read without its lock")
