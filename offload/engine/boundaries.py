@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.engine.layouts import bytes_of_boundary, take_apart
+from offload.engine.layouts import bytes_of_boundary, is_plain
 from offload.planning.plan import Action, Kind
 from offload.planning.step_model import MOVING, WRITES_IN_FLIGHT
 from offload.storage import Scratch
@@ -38,7 +38,7 @@ class _Boundary:
     """A tensor: in memory, in scratch space, or both."""
 
     __slots__ = (
-        "arrival", "cell", "fetching", "join", "nbytes", "order", "place", "tensor", "tickets", "uses", "version",
+        "arrival", "cell", "fetching", "nbytes", "order", "place", "stays", "tensor", "ticket", "uses", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, place: Any, order: int, cell: Cell) -> None:
@@ -50,10 +50,11 @@ class _Boundary:
         self.place, self.order = place, order
         #: Graphs of cells that save it.
         self.uses = 0
-        #: Of its parts in scratch space, and what puts these together.
-        self.tickets: list[Any] = []
-        self.join: Callable[..., Tensor] | None = None
-        #: Of the write, and of the read that is under way.
+        #: Whether it never leaves memory.
+        self.stays = not is_plain(tensor)
+        #: Of it in scratch space.
+        self.ticket: Any = None
+        #: Of the write, and of the read that is under way, with what has been read.
         self.arrival: Arrival | None = None
         self.fetching: tuple[Arrival, list[Tensor]] | None = None
 
@@ -99,7 +100,7 @@ class Boundaries:
 
     def _save(self, cell: Cell, tensor: Tensor) -> Any:
         place: Any = object()
-        if type(tensor) is Tensor and tensor.layout is torch.strided:
+        if is_plain(tensor):
             place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         boundary = self._known.get(place)
         if boundary is None:
@@ -137,20 +138,19 @@ class Boundaries:
     def _write_earliest(self) -> bool:
         """Writes the earliest tensor that is in memory only; False if there is none."""
         held = list(self._held.values())[:-1]  # the last one is used by the cell that runs, and first by backward
-        boundary = next((b for b in held if b.tensor is not None and take_apart(b.tensor)[0]), None)
+        boundary = next((b for b in held if not b.stays), None)
         if boundary is None:
             return False
         while len(self._writing) >= WRITES_IN_FLIGHT:
             self._end_write(self._writing[0])
-        tensor, tickets, nbytes = boundary.tensor, boundary.tickets, boundary.nbytes
+        tensor, nbytes = boundary.tensor, boundary.nbytes
         assert tensor is not None
         _check(tensor, boundary.version)
-        parts, boundary.join = take_apart(tensor)
         token = self._done(Kind.SPILL, boundary.cell)
 
         def store() -> None:  # refers to this object, whose end closes the scratch space
             with self._meter.on_lane("boundary", token, nbytes):
-                tickets.extend(self._scratch.store(part) for part in parts)
+                boundary.ticket = self._scratch.store(tensor)
 
         self._let_go(boundary)
         boundary.arrival = self._lane.submit("spill boundary", store)
@@ -176,17 +176,15 @@ class Boundaries:
         if boundary.tensor is None:
             self._fetch(boundary)
             assert boundary.fetching is not None
-            assert boundary.join is not None
-            arrival, parts = boundary.fetching
+            arrival, found = boundary.fetching
             with self._meter.waiting("boundary", f"reading a boundary from {self._scratch.name}"):
                 # Boundary lane -> compute. Without this, a cell runs on what has not been read yet.
                 arrival.wait()
-            for part in parts:
-                if part.is_cuda:
-                    # Allocated on the lane's stream. Without this, its memory is used again there while cells read it.
-                    part.record_stream(torch.cuda.current_stream(part.device))
+            boundary.tensor = tensor = found.pop()
+            if tensor.is_cuda:
+                # Allocated on the lane's stream. Without this, its memory is used again there while cells read it.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
             boundary.fetching = None
-            boundary.tensor = tensor = boundary.join(*parts)
             boundary.version = tensor._version
             self._away.pop(boundary.order, None)
             self._hold(boundary)
@@ -200,15 +198,15 @@ class Boundaries:
     def _fetch(self, boundary: _Boundary) -> None:
         if boundary.fetching is not None:
             return
-        parts, tickets, nbytes = list[Tensor](), boundary.tickets, boundary.nbytes
+        found, nbytes = list[Tensor](), boundary.nbytes
         token = self._done(Kind.PREFETCH, boundary.cell)
 
         def fetch() -> None:
             with self._meter.on_lane("boundary", token, nbytes):
-                parts.extend(self._scratch.fetch(ticket) for ticket in tickets)
+                found.append(self._scratch.fetch(boundary.ticket))
 
         self._meter.hold(nbytes)
-        boundary.fetching = self._lane.submit("fetch boundary", fetch), parts
+        boundary.fetching = self._lane.submit("fetch boundary", fetch), found
 
     def _fetch_before(self, order: int) -> None:
         """Begins to read what backward uses next, unless that is in memory."""
@@ -227,7 +225,7 @@ class Boundaries:
     def _forget_later(self, order: int) -> None:
         """Frees the memory of what was read back for later cells, whose graph is retained."""
         for boundary in list(self._held.values()):
-            if boundary.order > order and boundary.tickets and self._let_go(boundary):
+            if boundary.order > order and boundary.ticket is not None and self._let_go(boundary):
                 boundary.tensor = None
                 self._away[boundary.order] = boundary
                 self._done(Kind.FORGET, boundary.cell)

@@ -150,6 +150,8 @@ class Cell:
             return self._noted(call_first, enter(visit, views, self.token), args, kwargs)
 
         def again(*args: Any, _life: Any = life, **kwargs: Any) -> Any:
+            if places is not None:
+                places.check_unwritten([p for _, p in block.region.parameters])
             views = visit.views(visit)
             leaves = [view.detach().requires_grad_() if k in visit.positions else view for k, view in enumerate(views)]
             if block.inputs.writes(known.modes):
@@ -263,6 +265,8 @@ class Cell:
         for k in written:
             owner, s = shard.places[k]
             home = owner.home_view(s)
+            if visit is not None and self.views[k]._version != before[k]:
+                visit.rewritten[k] = visit.runs, self.views[k]._version
             if visit is not None and visit.casts:
                 keep_casts(visit, k, home.to(self.views[k].device, self.views[k].dtype))
             if visit is not None and not block.keeps:  # the run may be undone

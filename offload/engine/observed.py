@@ -7,6 +7,7 @@ of cells. The planner decides which cells keep their graphs and how many bytes o
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.homes import ModelHomes
-from offload.engine.layouts import bytes_of_boundary
+from offload.engine.layouts import bytes_of_boundary, is_plain
 from offload.engine.plans.rows import largest_rows, rounded_up
 from offload.engine.saved_weights import origin_of_cast
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
@@ -158,6 +159,9 @@ class ObservedStep:
         tensors = {id(x): bytes_of_boundary(x) for x in tensors_in(value)}
         if j == 0 and k == 0:
             self._steps.around_per_row = sum(tensors.values()) / (self.rows[i] or 1) if self._homes.blocks else 0.0
+        elif i == 0 and math.isfinite(self._steps.boundary_budget_bytes):  # of boundaries, these alone are not spilled
+            staying = sum({id(x): bytes_of_boundary(x) for x in tensors_in(value) if not is_plain(x)}.values())
+            self._steps.around_per_row += staying / (self.rows[i] or 1)
         # What several blocks of a shard get, such as a mask, is one boundary of the first.
         entered = {} if k == 0 else self._entered
         new = sum(nbytes for key, nbytes in tensors.items() if key not in entered)

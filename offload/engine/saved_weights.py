@@ -6,7 +6,7 @@ makes it, is made again when it is used: a graph does not hold a second copy of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class Reference:
     offset: int
     conjugate: bool
     negative: bool
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,12 @@ class SavedWeights:
         view: one of those of the slot.
     """
 
-    __slots__ = ("_begin", "_end", "_visit", "running")
+    __slots__ = ("_begin", "_end", "_run", "_visit", "running")
 
     def __init__(self, visit: Visit, view: Tensor) -> None:
         self._visit = visit
+        visit.runs += 1
+        self._run = visit.runs
         #: While a cell runs that keeps its graph: the views of the slot, and their versions before.
         self.running: Sequence[tuple[Tensor, int]] = ()
         storage = view.untyped_storage()
@@ -96,8 +99,8 @@ class SavedWeights:
             cast = self._cast(tensor) if self.running else None
             if cast is None:
                 return tensor
-        signs = tensor.is_conj(), tensor.is_neg()
-        return Reference(cast, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), *signs)
+        last = tensor.is_conj(), tensor.is_neg(), tensor._version
+        return Reference(cast, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), *last)
 
     def resolve(self, saved: Any) -> Tensor:
         """The tensor that was saved, in the slot that holds the shard now."""
@@ -111,6 +114,12 @@ class SavedWeights:
         weights = shard.slot if visit.views(visit) or shard.home is None else shard.home.tensor
         if saved.cast is not None:
             weights = self._made_again(saved.cast, weights)
+        else:
+            begin = saved.offset * saved.dtype.itemsize
+            for k, (run, version) in visit.rewritten.items():
+                s = shard.slices[k]
+                if s.offset <= begin < s.offset + s.nbytes and (self._run, saved.version) < (run, version):
+                    _refuse_rewritten(s.name)
         memory = torch.empty(0, dtype=saved.dtype, device=weights.device)
         begin = weights.storage_offset() // memory.element_size()
         memory.set_(weights.untyped_storage(), begin + saved.offset, saved.size, saved.stride)
@@ -119,6 +128,15 @@ class SavedWeights:
         if saved.conjugate:
             memory = memory.conj()
         return negative_view(memory) if saved.negative else memory
+
+    def check_unwritten(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raises RuntimeError if a later cell has written one of these, which a second run would use."""
+        if self._visit.rewritten:
+            own = {*map(id, parameters)}
+            for k, (run, _) in self._visit.rewritten.items():
+                s = self._visit.weights.shard.slices[k]
+                if run > self._run and id(s.parameter) in own:
+                    _refuse_rewritten(s.name)
 
     def _cast(self, tensor: Tensor) -> _Cast | None:
         """The cast of a trained weight that a tensor is, or is a view of; None if it was written, or the weight."""
@@ -139,6 +157,13 @@ class SavedWeights:
         s = self._visit.weights.shard.slices[cast.position]
         with torch.no_grad():
             return s.view(weights).to(cast.dtype)
+
+
+def _refuse_rewritten(name: str) -> None:
+    raise RuntimeError(
+        f"layers wrote parameter {name} in place after it was used in this forward, and its backward needs the earlier "
+        f"value: write it before its only use, clone it for the use, or run fewer micro-batches or chunks a forward"
+    )
 
 
 def keep_casts(visit: Visit, position: int, weight: Tensor) -> None:

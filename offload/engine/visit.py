@@ -47,8 +47,8 @@ class Visit:
     """
 
     __slots__ = (
-        "_owned", "casts", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses",
-        "versions", "views", "weights", "written", "wrote",
+        "_owned", "casts", "checked", "leave", "life", "number", "place", "positions", "rewritten", "runs", "step",
+        "stores", "sums", "uses", "versions", "views", "weights", "written", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +78,10 @@ class Visit:
         self.casts: list[Any] = []
         #: Weights that blocks have written in this forward: their positions and earlier values.
         self.written: list[tuple[int, Tensor]] = []
+        #: Number of cells so far, and for the position of each weight that cells have written in place: the last such
+        #: cell, with the version of the view of the slot then.
+        self.runs = 0
+        self.rewritten: dict[int, tuple[int, int]] = {}
         #: Whether a block has written parameters where they rest.
         self.wrote = False
 

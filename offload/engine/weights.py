@@ -54,8 +54,8 @@ class Weights:
         position = {id(shard.slices[k].parameter): k for k in self.streamed if k not in self._parts}
         #: Attributes of each module, the parameters that it has, and at which position each of them is streamed.
         self._modules: list[tuple[dict[str, Any], dict[str, Any], list[tuple[str, int]]]] = []
-        #: The lists with which recurrent layers compute.
-        self._lists: list[tuple[dict[str, Any], list[tuple[int, int]]]] = []
+        #: Attributes of recurrent layers, which compute with a list that they make of what is in their registers.
+        self._recurrent: list[dict[str, Any]] = []
         found: set[int] = set()
         for module in dict.fromkeys(m for layer in shard.layers for m in layer.modules()):
             register = vars(module)["_parameters"]
@@ -64,8 +64,7 @@ class Weights:
                 self._modules.append((vars(module), register, items))
                 found.update(k for _, k in items)
             if isinstance(module, nn.RNNBase):
-                flat = [(n, position[id(p)]) for n, p in enumerate(module._flat_weights) if id(p) in position]
-                self._lists.append((vars(module), flat))
+                self._recurrent.append(vars(module))
         gone = [shard.slices[k].name for k in position.values() if k not in found]
         if gone:
             raise RuntimeError(
@@ -166,13 +165,8 @@ class _Bound:
                 bound[name] = value = values[k]
                 value._is_param = True  # libraries look for ``nn.Parameter``
             attributes["_parameters"] = bound
-        if weights._lists:
-            self._lists = [(attributes, attributes["_flat_weights"]) for attributes, _ in weights._lists]
-        for (attributes, flat), (_, before) in zip(weights._lists, self._lists, strict=True):
-            now = list(before)
-            for n, k in flat:
-                now[n] = values[k]
-            attributes["_flat_weights"] = now
+        if weights._recurrent:
+            self._lists = [(attributes, attributes["_flat_weights"]) for attributes in weights._recurrent]
         if weights._parts:
             weights.point_parts(values)
 

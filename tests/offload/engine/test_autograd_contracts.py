@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
+=======
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+>>>>>>> w3
 import pytest
 import torch
 from torch import nn
@@ -36,3 +44,58 @@ def test_hooks_beside_updates_in_backward_are_refused_before_a_shard_is_updated(
     model(torch.randn(6, WIDTH)).sum().backward()
     optimizer.step()
     assert not all(map(torch.equal, before, model.parameters()))
+
+
+# --- weights that layers write --------------------------------------------------------------------------------------
+
+
+class Writing(nn.Module):
+    """Writes its weight in some of its runs, before or after it uses it."""
+
+    def __init__(self, place: str, runs: tuple[int, ...], *, saved: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.place, self.runs, self.saved, self.count = place, runs, saved, 0
+
+    def _write(self, place: str) -> None:
+        if place == self.place and self.count in self.runs:
+            with torch.no_grad():
+                self.weight.mul_(1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._write("before")
+        y = x * self.weight if self.saved else torch.tanh(x + self.weight)
+        self._write("after")
+        self.count += 1
+        return y
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "not saved"])
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("runs", [(0,), (1,), (0, 1)], ids=str)
+def test_a_weight_that_a_graph_needs_is_not_another_one_in_backward(
+    home: str, recomputed: bool, place: str, runs: tuple[int, ...], saved: bool
+) -> None:
+    """Two micro-batches run one layer before the next one does: torch refuses the same."""
+    linear = mlp(2)
+    bare = nn.Sequential(linear[0], Writing(place, runs, saved=saved), linear[1])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 3, recomputed, num_microbatches=2)
+    values = list(batch().chunk(2))
+    for layer in bare:
+        values = [layer(x) for x in values]
+    loss = torch.cat(values).square().sum()
+    refused = pytest.raises(RuntimeError, match=r"wrote parameter 1\.weight in place")
+    if saved and (place == "after" or 1 in runs):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with refused:
+            model(batch()).square().sum().backward()
+        return
+    loss.backward()
+    # Only a layer that has not written so far is recomputed, and what the next micro-batch writes comes too late.
+    late = recomputed and not saved and runs == (1,)
+    with refused if late else contextlib.nullcontext():
+        model(batch()).square().sum().backward()
+    if not late:
+        assert_equal(gradients(model), gradients(bare))

@@ -259,7 +259,6 @@ EXCEPTIONS = {
     "construction construct: calls.join(model, homes, home.values, undo.callback)": "connects parts of a model",
     "engine.engine Engine._run_observed: "
     "step.record(recorder, place, (args, kwargs), keeps=keeps, hidden=hidden)": "records sizes",
-    "engine.boundaries Boundaries._load: boundary.join(*parts)": "puts a tensor together of its parts",
     "engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
