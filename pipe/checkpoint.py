@@ -124,12 +124,9 @@ def _before(
 ) -> Replay | None:
     """The state before the first run; None if it cannot be repeated, since its layers find their shapes in this run."""
     leaves = flatten(args if module is not None else (args, kwargs))[0]
-    found = Captured()
     others = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
-    if module is None and (others or not isinstance(function, nn.Module)):
-        found = captured(function, *others)
-    used = function if module is None else module
-    layers = Layers(*found.modules, *([used] if isinstance(used, nn.Module) else []))
+    found = captured(function, *others) if module is None else Captured(modules=[module])
+    layers = Layers(*found.modules)
     for each in layers.modules:
         if isinstance(each, LazyModuleMixin) and each.has_uninitialized_params():
             return None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from pipe.torch_private.autograd import HiddenHooks
+from pipe.torch_private.autograd import HiddenHooks, has_hooks
 from pipe.torch_private.tensors import add_all
 
 __all__ = ["leaves_of", "parameters_of", "step_gradients"]
@@ -55,11 +55,7 @@ def step_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     from before.
     """
     before: list[tuple[Any, Tensor | None]] = [(parameter, parameter.grad) for parameter in parameters]
-    hidden = [
-        (parameter, HiddenHooks(parameter))
-        for parameter, _ in before
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    ]
+    hidden = [(parameter, HiddenHooks(parameter)) for parameter, _ in before if has_hooks(parameter)]
     try:
         try:
             for parameter, _ in before:

@@ -8,6 +8,8 @@ Source: torchgpipe (Kim et al., 2020), section 3.2.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,20 +18,15 @@ from pipe.torch_private.dispatch import without_modes
 
 __all__ = ["get_phony"]
 
-_phonies: dict[tuple[torch.device, bool], Tensor] = {}
 
-
+@functools.cache
 def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     """The phony of a device: shape ``(0,)``, made once.
 
     Inside an autograd function return ``phony.detach()``: otherwise the function would become the producer
     (``grad_fn``) of the shared tensor.
     """
-    key = (device, requires_grad)
-    phony = _phonies.get(key)
-    if phony is None:
-        # It outlives the call, so it must not depend on the modes of the first caller: an inference tensor can never
-        # be part of a graph, and a fake tensor belongs to its mode.
-        with outside_inference_mode(), without_modes():
-            phony = _phonies.setdefault(key, torch.empty(0, device=device, requires_grad=requires_grad))
-    return phony
+    # It outlives the call, so it must not depend on the modes of the first caller: an inference tensor can never be
+    # part of a graph, and a fake tensor belongs to its mode.
+    with outside_inference_mode(), without_modes():
+        return torch.empty(0, device=device, requires_grad=requires_grad)

@@ -57,12 +57,8 @@ class TakesTurns(Protocol):
 
 def takers_in(layers: Iterable[nn.Module]) -> list[TakesTurns]:
     """The modules that take turns, among ``layers`` and their submodules."""
-    found: dict[int, TakesTurns] = {}
-    for layer in layers:
-        for module in layer.modules():
-            if isinstance(module, TakesTurns):
-                found.setdefault(id(module), module)
-    return list(found.values())
+    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+    return [module for module in modules if isinstance(module, TakesTurns)]
 
 
 def takes_turns(layers: Iterable[nn.Module]) -> bool:

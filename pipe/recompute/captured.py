@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from random import SystemRandom
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from pipe.recompute.contents import CONTAINERS, PLAIN, Variables, of_a_library
+from pipe.recompute.contents import CONTAINERS, PLAIN, Variables, attributes_in, elements_in, of_a_library
 from pipe.recompute.generators import generator_types
 
 __all__ = ["Captured", "captured"]
@@ -31,7 +32,7 @@ __all__ = ["Captured", "captured"]
 MOST_ELEMENTS = 256
 
 _COLLECTIONS = list, tuple, set, frozenset, deque, Mapping
-_IGNORED = BuiltinFunctionType, ModuleType, CodeType, type
+_IGNORED = BuiltinFunctionType, ModuleType, CodeType, type, SystemRandom  # which has no state
 _MISSING = object()
 
 
@@ -45,8 +46,11 @@ class Captured:
     objects: list[Any] = field(default_factory=list)
 
 
-def captured(*values: Any) -> Captured:
-    """What functions use, and nested values hold, in an order that is the same in every run of a program."""
+def captured(*values: Any, whole: bool = False) -> Captured:
+    """What functions use, and nested values hold, in an order that is the same in every run of a program.
+
+    ``whole``: everything that the values hold, directly and indirectly, but not what functions among them use.
+    """
     found = Captured()
     waiting = [*values[::-1]]
     generators = generator_types()
@@ -68,6 +72,10 @@ def captured(*values: Any) -> Captured:
                 found.objects.append(value)
             elif isinstance(value, generators):
                 found.generators.append(value)
+            elif whole:
+                found.objects.append(value)
+                waiting += value if isinstance(value, (tuple, frozenset)) else elements_in(value) or ()
+                waiting += (attributes_in(value) or {}).values()
             elif kind is MethodType:
                 waiting += value.__self__, value.__func__
             elif kind is CellType:

@@ -29,7 +29,7 @@ from pipe.nested import attributes_of
 from pipe.recompute.thread_state import PACKAGES
 from pipe.torch_private.modules import HOOKS_OF_MODULES
 
-__all__ = ["CONTAINERS", "PLAIN", "Contents", "Variables", "of_a_library"]
+__all__ = ["CONTAINERS", "PLAIN", "Contents", "Variables", "attributes_in", "elements_in", "of_a_library"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 #: Types of values that hold nothing that can change.
@@ -102,25 +102,6 @@ class Contents:
         """Of these values."""
         return cls([(value, _content_of(value)) for value in values], records=records)
 
-    @classmethod
-    def reachable(cls, roots: Iterable[Any]) -> Contents:
-        """Of all values that can be reached from some, each once."""
-        found: dict[int, tuple[Any, Any]] = {}
-        waiting = list(roots)
-        while waiting:
-            value = waiting.pop()
-            if id(value) in found or type(value) in PLAIN:
-                continue
-            content = None if isinstance(value, nn.Module) else _content_of(value)
-            found[id(value)] = value, content
-            if type(value) is tuple or isinstance(value, frozenset):
-                waiting.extend(value)
-            elif type(content) is tuple:
-                elements, attributes = content
-                waiting.extend(elements or ())
-                waiting.extend((attributes or {}).values())
-        return cls(list(found.values()))
-
     @property
     def values(self) -> list[Any]:
         """The values."""
@@ -169,7 +150,7 @@ class Contents:
             if type(content) is _Held:
                 changed |= _put_held(value.__dict__, content)
             elif not isinstance(value, Tensor):
-                added = (_elements(value) or [])[keeps[id(value)] :] if id(value) in keeps else []
+                added = (elements_in(value) or [])[keeps[id(value)] :] if id(value) in keeps else []
                 if added or _differs(value, content):
                     changed = True
                     _put(value, content, added)
@@ -201,11 +182,12 @@ def _content_of(value: Any) -> Any:
         return None if value.is_inference() else value._version
     if _is_array(value):
         return value.copy()
-    elements, attributes = _elements(value), _attributes(value)
+    elements, attributes = elements_in(value), attributes_in(value)
     return None if elements is None and attributes is None else (elements, attributes)
 
 
-def _elements(value: Any) -> list[Any] | None:
+def elements_in(value: Any) -> list[Any] | None:
+    """What a container that can change holds: of a dict keys and values in turn, of a variable its value."""
     if isinstance(value, dict):  # keys and values in turn: pairs would be other objects each time
         return [x for pair in value.items() for x in pair]
     if isinstance(value, CellType):
@@ -254,13 +236,13 @@ def _put(value: Any, content: Any, more: list[Any]) -> None:
                 value.there.pop(name, None)
         value.there.update(attributes)
     elif attributes is not None:
-        for name in (_attributes(value) or {}).keys() - attributes.keys():
+        for name in (attributes_in(value) or {}).keys() - attributes.keys():
             object.__delattr__(value, name)
         for name, before in attributes.items():
             object.__setattr__(value, name, before)
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def attributes_in(value: Any) -> dict[str, Any] | None:
     """The attributes of an object that is followed, or the values of variables."""
     kind = type(value)
     if kind is Variables:

@@ -5,7 +5,7 @@ other numbers in a recomputation, unless that generator is found and rewound lik
 
 :func:`generators_in` finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and
 ``numpy.random.RandomState`` as an attribute of a module, or as an element of a list, tuple, set or dict that is an
-attribute; :func:`generators_among` finds those among arguments. Others (an attribute of an attribute) are not.
+attribute. Others (an attribute of an attribute) are not.
 """
 
 from __future__ import annotations
@@ -16,20 +16,12 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = [
-    "Generator",
-    "generator_types",
-    "generators_among",
-    "generators_in",
-    "generators_of",
-    "held_generator",
-]
+__all__ = ["Generator", "generator_types", "generators_in", "generators_of", "held_generator"]
 
 # The attributes of every module: containers of modules, tensors and hooks.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -83,15 +75,10 @@ def generators_of(devices: Iterable[torch.device], held: Iterable[Any] = ()) -> 
 
 def generators_in(modules: Iterable[nn.Module]) -> list[Any]:
     """The generators that ``modules`` hold themselves, each once. Their submodules are not searched."""
-    held = [[x for n, x in m.__dict__.items() if type(x) not in _NONE and n not in _OF_EVERY_MODULE] for m in modules]
-    return generators_among(chain(*held))
-
-
-def generators_among(values: Iterable[Any]) -> list[Any]:
-    """The generators among some objects, and in containers among them, each once."""
     kinds = generator_types()
     found: dict[int, Any] = {}
-    for value in values:
+    held = [x for m in modules for n, x in m.__dict__.items() if type(x) not in _NONE and n not in _OF_EVERY_MODULE]
+    for value in held:
         inner = value.values() if isinstance(value, dict) else value
         for x in inner if isinstance(value, (dict, list, tuple, set)) else (value,):
             if isinstance(x, kinds) and not isinstance(x, random.SystemRandom):  # which has no state

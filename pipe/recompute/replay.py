@@ -35,7 +35,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,14 +43,9 @@ from torch import Tensor, nn
 
 from pipe.nested import tensors_in
 from pipe.recompute.buffers import Buffer, BufferHabits
+from pipe.recompute.captured import captured
 from pipe.recompute.contents import Contents
-from pipe.recompute.generators import (
-    Generator,
-    generators_among,
-    generators_in,
-    generators_of,
-    held_generator,
-)
+from pipe.recompute.generators import Generator, generators_in, generators_of, held_generator
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.phase import enable_recomputing, phase
 from pipe.recompute.thread_state import Settings, shared_generators
@@ -106,13 +100,11 @@ class Layers:
     def find(self) -> None:
         """Finds the modules, parameters, buffers and generators that there are now."""
         memo: set[nn.Module] = set()
-        found: dict[nn.Module, str] = {
-            module: name for root in self._roots for name, module in root.named_modules(memo)
-        }
-        self.names, self.modules = found, [*found]
+        self.names: dict[nn.Module, str] = {m: n for root in self._roots for n, m in root.named_modules(memo)}
+        self.modules = [*self.names]
         self.parameters = [
             (f"{name}.{n}" if name else n, p)
-            for m, name in found.items()
+            for m, name in self.names.items()
             for n, p in m._parameters.items()
             if p is not None
         ]
@@ -282,11 +274,11 @@ class Replay:
 
     def add_arguments(self, objects: Sequence[Any]) -> None:
         """Before the first run: adds what can be reached from the objects that the function gets as arguments."""
-        reached = Contents.reachable(objects)
+        found = captured(*objects, whole=True)
         known = {id(generator.owner) for generator, _ in self._states}
-        more = [held_generator(x) for x in generators_among(reached.values) if id(x) not in known]
+        more = [held_generator(x) for x in found.generators if id(x) not in known]
         self._states += [(each, each.get()) for each in more]
-        self._objects.append(reached)
+        self._objects.append(Contents.of(found.objects))
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
@@ -459,11 +451,8 @@ class Rewound:
 
 def _replaced(layers: Layers, before: list[Any]) -> list[str]:
     """Names of parameters and modules that have taken the place of one of the members ``before``."""
-    now = layers.members()
-    if len(now) == len(before) and all(map(is_, now, before)):
-        return []
-    here, there = set(map(id, now)), set(map(id, before))
-    if all(id(member) in here or _is_sharded(member) for member in before):
+    here, there = set(map(id, layers.members())), set(map(id, before))
+    if here >= there or all(id(member) in here or _is_sharded(member) for member in before):
         return []  # none was removed: a parameter was added, or registered in another order
     return [
         f"{kind} {'.'.join(filter(None, (owner, name)))!r}"

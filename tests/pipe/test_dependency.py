@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipe import phony as phonies
 from pipe.dependency import Fork, fork, join
 from pipe.phony import get_phony
 from tests.pipe.test_checkpoint import Log
@@ -23,10 +22,8 @@ def test_a_phony_has_no_elements_and_is_made_once() -> None:
         assert get_phony(CPU, requires_grad=requires_grad) is phony
 
 
-def test_a_phony_first_made_in_inference_mode_or_on_a_default_device_is_usable_everywhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(phonies, "_phonies", {})
+def test_a_phony_first_made_in_inference_mode_or_on_a_default_device_is_usable_everywhere() -> None:
+    get_phony.cache_clear()
     with torch.inference_mode(), torch.device("meta"):
         phony = get_phony(CPU, requires_grad=True)
     assert not phony.is_inference()
