@@ -74,7 +74,7 @@ class Block:
         """Arguments of the user, or copies where the block may write into them in place."""
         # Tensors that are made in inference mode count no writes.
         if torch.is_inference_mode_enabled() or self.inputs.copies(self.known().modes):
-            return self.inputs.copy((args, kwargs))
+            return map_tensors(Tensor.clone, (args, kwargs))
         return args, kwargs
 
     def run(

@@ -155,7 +155,7 @@ class Cell:
             views = visit.views(visit)
             leaves = [view.detach().requires_grad_() if k in visit.positions else view for k, view in enumerate(views)]
             if block.inputs.writes(known.modes):
-                args, kwargs = block.inputs.copy((args, kwargs))
+                args, kwargs = map_tensors(Tensor.clone, (args, kwargs))
             before = [view._version for view in views]
             try:
                 return block.run(call_again, leaves, args, kwargs)

@@ -247,11 +247,8 @@ def attributes_in(value: Any) -> dict[str, Any] | None:
     kind = type(value)
     if kind is Variables:
         return {name: value.there[name] for name in value.names if name in value.there}
-    if kind.__module__ == "builtins" or isinstance(value, (nn.Module, Enum)):
-        return None
-    if of_a_library(kind.__module__) and kind is not types.SimpleNamespace:
-        return None
-    return attributes_of(value)
+    followed = kind is types.SimpleNamespace or not of_a_library(kind.__module__)
+    return attributes_of(value) if followed and not isinstance(value, (nn.Module, Enum)) else None
 
 
 def of_a_library(module: str | None) -> bool:

@@ -36,15 +36,11 @@ class InputWrites:
         """Whether runs of a kind have written into their input."""
         return self._writes.get(kind, False)
 
-    def copy(self, value: Any) -> Any:
-        """A copy for one run."""
-        return map_tensors(Tensor.clone, value)
-
     @contextlib.contextmanager
     def survived(self, value: Any, kind: Hashable) -> Iterator[Any]:
         """Yields the input for one run of the layers: ``value`` or a copy of it. Raises if ``value`` was changed."""
         copies = self.copies(kind)
-        given = self.copy(value) if copies else value
+        given = map_tensors(Tensor.clone, value) if copies else value
         tensors = tensors_in(given)
         if not tensors or any(tensor.is_inference() for tensor in tensors):
             yield given

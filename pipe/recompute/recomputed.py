@@ -35,7 +35,7 @@ from pipe.recompute.phase import phase
 from pipe.recompute.replay import Replay, Rewound
 from pipe.recompute.thread_state import close_contexts, holds_generators, release_generators, shared_generators
 from pipe.torch_private.autograd import at_end_of_backward, backward_number
-from pipe.torch_private.dispatch import subclasses_enabled, with_subclasses
+from pipe.torch_private.dispatch import with_subclasses
 from pipe.torch_private.tracing import uncompiled_hooks
 
 __all__ = ["Call", "Stop", "unchanged"]
@@ -203,10 +203,9 @@ class Call:
         hooks = saved_tensors_hooks(*uncompiled_hooks(pack, _same))
         state, lock = Rewound(self.state), self.state.lock
         held = lock is not shared_generators or holds_generators()
-        again = self.again if subclasses_enabled() else with_subclasses(self.again)
         try:
-            with lock, state, torch.enable_grad(), hooks:
-                self.state.settings.run(again, *args, **kwargs)
+            with lock, state, with_subclasses(), torch.enable_grad(), hooks:
+                self.state.settings.run(self.again, *args, **kwargs)
         except Stop:
             pass
         except BaseException as error:

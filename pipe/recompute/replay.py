@@ -41,7 +41,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from pipe.nested import tensors_in
+from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.buffers import Buffer, BufferHabits
 from pipe.recompute.captured import captured
 from pipe.recompute.contents import Contents
@@ -124,7 +124,7 @@ class Layers:
     @property
     def own_devices(self) -> set[torch.device]:
         """The devices of their parameters and buffers."""
-        return {p.device for _, p in self.parameters} | {b.device for _, _, _, b in self._present_buffers()}
+        return {p.device for _, p in self.parameters} | {b.device for _, _, _, b in self.present_buffers()}
 
     @property
     def modes(self) -> Modes:
@@ -139,15 +139,11 @@ class Layers:
 
     def changing(self) -> list[Tensor]:
         """Buffers that forwards may write before a backward: small ones, and others that an earlier forward wrote."""
-        found = self._present_buffers() if self._buffers else ()
-        return [b for owner, _, habits, b in found if habits.may_change(b, training=owner.training)]
+        return [b for owner, _, habits, b in self.present_buffers() if habits.may_change(b, training=owner.training)]
 
-    def _present_buffers(self) -> list[tuple[nn.Module, str, BufferHabits, Tensor]]:
+    def present_buffers(self) -> list[tuple[nn.Module, str, BufferHabits, Tensor]]:
+        """The buffers, each with its owner, name and habits."""
         return [(o, name, habits, b) for o, name, habits in self._buffers if (b := o._buffers[name]) is not None]
-
-    def buffers_before(self) -> list[Buffer]:
-        """The buffers before a run."""
-        return [Buffer(*each) for each in self._present_buffers()] if self._buffers else []
 
     def members(self) -> list[Any]:
         """The present parameters and children of all modules."""
@@ -206,7 +202,7 @@ class Layers:
     ) -> Any:
         """``call(value)`` again; ``value`` is not changed. ``until``: see :meth:`Replay.again`."""
         with replay.again(until=until):
-            return replay.settings.run(call, self.inputs.copy(value) if replay.copies_input else value)
+            return replay.settings.run(call, map_tensors(Tensor.clone, value) if replay.copies_input else value)
 
 
 @contextlib.contextmanager
@@ -260,7 +256,7 @@ class Replay:
         self._buffers: list[Buffer] = []
         if layers is not None and unchanged_in is None:
             self._contents = Contents.of_modules(layers.modules, attributes)
-            self._buffers = layers.buffers_before()
+            self._buffers = [Buffer(*each) for each in layers.present_buffers()]
         #: Of objects that the function refers to, and of those that it gets as arguments.
         self._objects = [Contents.of(objects, records=True)] if objects else []
         #: Whether the layers write into their input, so that each run needs a copy of it.
@@ -396,15 +392,17 @@ class Rewound:
         self._undo: list[tuple[Callable[[Any], Any], Any]] = []
 
     def __enter__(self) -> None:
-        replay, layers = self._replay, self._replay._layers
+        replay = self._replay
         generators, contents, settings = self._which
-        held, objects = replay._contents, replay._objects if contents else []
+        layers, objects = (replay._layers, replay._objects) if contents else (None, [])
+        held = replay._contents
+        if layers is not None and held is None and replay._unchanged_in == layers.modes:
+            layers = None
         states = replay._states if generators else []
         undo: list[tuple[Callable[[Any], Any], Any]] = [(generator.set, generator.get()) for generator, _ in states]
         if generators:
             undo.append((partial(setattr, phase, "flags"), phase.flags))
-        stateless = layers is not None and held is None and contents and replay._unchanged_in != layers.modes
-        if contents and layers is not None and (held is not None or stateless):
+        if layers is not None:
             undo.append((Contents.put, Contents.of_modules(layers.modules, replay._attributes)))
         undo += [(Contents.put, each.present()) for each in objects]
         for each in objects:
@@ -421,23 +419,16 @@ class Rewound:
             each.put()
         for generator, before in states:
             generator.set(before)
-        if stateless:
-            assert layers is not None
-            assert replay._unchanged_in is not None
-            for module, (training, _) in zip(layers.modules, replay._unchanged_in, strict=True):
+        if layers is not None and held is not None:
+            held.check("before its backward")
+            layers.learn((), held.put())
+            for buffer in replay._buffers:
+                buffer.owner._buffers[buffer.name] = buffer.read()
+        elif layers is not None:
+            for module, (training, _) in zip(layers.modules, replay._unchanged_in or (), strict=True):
                 module._forward_hooks.clear()  # they had none
                 module._forward_pre_hooks.clear()
                 module.training = training
-        elif contents and held is not None:
-            self._put(held)
-
-    def _put(self, held: Contents) -> None:
-        replay = self._replay
-        held.check("before its backward")
-        assert replay._layers is not None
-        replay._layers.learn((), held.put())
-        for buffer in replay._buffers:
-            buffer.owner._buffers[buffer.name] = buffer.read()
 
     def __exit__(self, *raised: Any) -> None:
         self.restore()

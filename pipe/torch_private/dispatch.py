@@ -64,18 +64,8 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-#: Whether tensor subclasses intercept functions; the backward of a loss that is one disables them.
-subclasses_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
-
-
-def with_subclasses(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, in which tensor subclasses work as in a forward."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._EnableTorchFunction():
-            return function(*args, **kwargs)
-
-    return call
+#: A context in which tensor subclasses work as in a forward; the backward of a loss that is one disables them.
+with_subclasses: type[contextlib.AbstractContextManager[Any]] = torch._C._EnableTorchFunction
 
 
 def no_subclasses() -> contextlib.AbstractContextManager[Any]:
