@@ -48,16 +48,12 @@ class Buffer:
         # No weak reference: a graph holds this, see :mod:`pipe.freed`.
         self.owner, self.name, self._tensor = owner, name, tensor
         self._writes, self._training, self._mark = habits.writes, owner.training, _mark(tensor)
+        may_change = habits.may_change(tensor, training=owner.training)
+        self._copied = may_change or self._writes[owner.training] is None or self._mark[0] is None
         # Another tensor with the same memory, which is kept even if the buffer gets other memory; or a copy of it.
-        self._saved, self._copied = tensor.detach(), False
-        if self._writes[owner.training] is not False or tensor.nbytes <= _SMALL_BYTES or self._mark[0] is None:
-            self._copy()
+        self._saved = tensor.detach().clone() if self._copied else tensor.detach()
         #: After the forward: whether a version tells that it wrote the buffer.
         self.counted = False
-
-    def _copy(self) -> None:
-        if not self._copied:
-            self._saved, self._copied = self._saved.clone(), True
 
     @property
     def is_lost(self) -> bool:
@@ -76,7 +72,8 @@ class Buffer:
                     f"ones did not, so its old value is lost to the recomputation of this forward; run the step "
                     f"again: from now on it is copied before the forward"
                 )
-            self._copy()  # the memory of a buffer that was replaced may be written later
+            if not self._copied:  # the memory of a buffer that was replaced may be written later
+                self._saved, self._copied = self._saved.clone(), True
         elif writes[self._training] is None:
             # A kernel that writes without counting a version does so in every forward: one comparison is enough.
             writes[self._training] = not self._is_same
