@@ -16,7 +16,6 @@ cancellation where the mean is large; the running variance is the unbiased one, 
 
 from __future__ import annotations
 
-import itertools
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,9 +29,8 @@ from pipe.turn import TakesTurns
 
 __all__ = ["DeferredBatchNorm", "mini_batch"]
 
-_numbers = itertools.count()
-# The current mini-batch of this context: its number, and its number of micro-batches.
-_under_way: ContextVar[tuple[int, int] | None] = ContextVar("_under_way", default=None)
+# The current mini-batch of this context: a list of its own, of its number of micro-batches.
+_under_way: ContextVar[list[int] | None] = ContextVar("_under_way", default=None)
 
 
 class mini_batch:  # a context manager of a class, which costs less than a generator  # noqa: N801, RUF100
@@ -44,7 +42,7 @@ class mini_batch:  # a context manager of a class, which costs less than a gener
         self._chunks = chunks
 
     def __enter__(self) -> None:
-        self._token = _under_way.set((next(_numbers), self._chunks))
+        self._token = _under_way.set([self._chunks])
 
     def __exit__(self, *raised: Any) -> None:
         _under_way.reset(self._token)
@@ -70,7 +68,7 @@ class DeferredBatchNorm(BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
         self.chunks = chunks
-        self._number = -1
+        self._announced: list[int] | None = None
         self.begin(chunks)
 
     def begin(self, chunks: int) -> None:
@@ -97,9 +95,9 @@ class DeferredBatchNorm(BatchNorm):
     @torch.no_grad()
     def _track(self, input: Tensor) -> None:
         announced = _under_way.get()
-        if announced is not None and announced[0] != self._number:
-            self._number = announced[0]
-            self.begin(announced[1])
+        if announced is not None and announced is not self._announced:
+            self._announced = announced
+            self.begin(*announced)
         rows = input.detach().transpose(0, 1).flatten(1)
         # Sums in half precision would lose the statistics to rounding.
         rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows

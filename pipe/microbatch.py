@@ -38,17 +38,12 @@ class NoChunk:
     Source: ``torch.distributed.pipeline.sync.NoChunk``.
     """
 
-    __slots__ = ("_tensor",)
+    __slots__ = ("tensor",)
 
     def __init__(self, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected a tensor to keep whole, got {type(tensor).__name__}; wrap each tensor by itself")
-        self._tensor = tensor
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor."""
-        return self._tensor
+        self.tensor = tensor
 
 
 def _is_split(leaf: Any) -> bool:

@@ -32,13 +32,7 @@ from pipe.placement import (
     updated_stages,
 )
 from pipe.recompute.thread_state import restores_thread_state
-from pipe.refusals import (
-    check_optimizers,
-    check_plain,
-    check_reduced,
-    check_rows_first,
-    check_updates,
-)
+from pipe.refusals import check_plain, check_reduced, check_rows_first, check_updates
 from pipe.schedule import Clocks, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.stage import Values
@@ -108,7 +102,7 @@ class Pipe(nn.Module):
 
         found = devices_of(devices, balance)
         self.balance = balance_of(module, balance, len(found))
-        self.devices = assigned_devices(module, self.balance, found, automatic_devices=devices is None)
+        self.devices = assigned_devices(module, self.balance, found)
         self.chunks = int(chunks)
         self.checkpoint = checkpoint
         # The children of the module become those of the Pipe, so that names in the state_dict stay the same.
@@ -285,8 +279,7 @@ class Pipe(nn.Module):
         parameters = parameters_of(self, without=takers)
         if len(rows) > 1:
             check_rows_first(self[0], input)
-            check_updates(takers)
-            check_optimizers(parameters)
+            check_updates(takers, parameters)
         with step_gradients(parameters), mini_batch(len(rows)), frozen_weights(takers):
             return PipelineStep(
                 self._stages,

@@ -54,8 +54,8 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from pipe.checkpoint import Checkpointing
 from pipe.copy import Copy, Wait
+from pipe.microbatch import refuse_holder
 from pipe.nested import map_together, tensors_in
-from pipe.refusals import refuse_holders
 from pipe.schedule import StageAction, clock_cycles, forward_clocks
 from pipe.stage import Stage, Values
 from pipe.stream import AbstractStream, copy_stream, current_stream, use_device, use_stream
@@ -130,7 +130,8 @@ class Pipeline:
             self.stages[j + self.turns].prefetch()
         for k, route in enumerate(stage.leaving):
             copied = self.stages[route.popped_at].device != stage.device
-            refuse_holders(j, outputs[k], checkpointed=checkpointed, copied=copied)
+            if checkpointed or copied:
+                refuse_holder(f"the output of stage {j}", outputs[k], needs_grad=not copied)
             # Without this wait, the copy reads the output before it is computed; and in backward, the layers read the
             # gradient before it is copied.
             if copied:

@@ -70,16 +70,13 @@ def balance_of(module: nn.Sequential, balance: Sequence[int] | None, devices: in
     return list(balance)
 
 
-def assigned_devices(
-    module: nn.Sequential, balance: Sequence[int], devices: list[torch.device], *, automatic_devices: bool
-) -> list[torch.device]:
+def assigned_devices(module: nn.Sequential, balance: Sequence[int], devices: list[torch.device]) -> list[torch.device]:
     """The device of each stage: a device each, or round-robin for stages that take turns."""
     if len(balance) <= len(devices):
         return devices[: len(balance)]
     if not devices or not takes_turns(module):
-        source = "found" if automatic_devices else "given"
         raise IndexError(
-            f"too few devices to hold given partitions (devices {source}: {len(devices)}, partitions: {len(balance)}); "
+            f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {len(balance)}); "
             f"repeat a device to put several stages on it, or offload every stage so that they take turns"
         )
     return [devices[j % len(devices)] for j in range(len(balance))]

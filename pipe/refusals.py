@@ -11,17 +11,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from pipe.microbatch import refuse_holder
 from pipe.turn import TakesTurns
 
 __all__ = [
     "beyond_layers",
-    "check_optimizers",
     "check_plain",
     "check_reduced",
     "check_rows_first",
     "check_updates",
-    "refuse_holders",
 ]
 
 
@@ -95,27 +92,13 @@ def check_reduced(module: nn.Module) -> None:
             )
 
 
-def check_updates(takers: Iterable[TakesTurns]) -> None:
-    """Refuses modules that update their weights in backward: they would use the gradient of one micro-batch."""
-    for taker in takers:
-        if getattr(taker, "updates_in_backward", False):
-            raise RuntimeError(
-                "expected stages whose gradients can accumulate over micro-batches, got one with an optimizer that "
-                "updates it in backward (update_in_backward=True); use update_in_backward=False, or chunks=1"
-            )
-
-
-def check_optimizers(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuses ``_apply_optimizer_in_backward`` of ``torch.distributed.optim``, which cannot be deferred."""
-    if any(getattr(parameter, "_in_backward_optimizers", None) for parameter in parameters):
+def check_updates(takers: Iterable[TakesTurns], parameters: Iterable[nn.Parameter] = ()) -> None:
+    """Refuses optimizers that update in backward, of modules and parameters: they would step for each micro-batch."""
+    found: list[Any] = [taker for taker in takers if getattr(taker, "updates_in_backward", False)]
+    found += [parameter for parameter in parameters if getattr(parameter, "_in_backward_optimizers", None)]
+    if found:
         raise RuntimeError(
-            "expected parameters whose gradients can accumulate over micro-batches, got some of "
-            "_apply_optimizer_in_backward(), whose optimizers would step once for each micro-batch; step an optimizer "
-            "after backward, or in a hook of register_post_accumulate_grad_hook() and use train_step()"
+            f"expected stages whose gradients can accumulate over micro-batches, got a {type(found[0]).__name__} with "
+            f"an optimizer that updates it in backward (update_in_backward=True, _apply_optimizer_in_backward()); step "
+            f"it after backward, or use chunks=1"
         )
-
-
-def refuse_holders(stage: int, output: Any, *, checkpointed: bool, copied: bool) -> None:
-    """Refuses an object with tensors in an output of a stage where these would be neither recomputed nor copied."""
-    if checkpointed or copied:
-        refuse_holder(f"the output of stage {stage}", output, needs_grad=not copied)

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from pipe.checkpoint import Checkpointing
 from pipe.loss import MicroLoss
-from pipe.microbatch import rows_of, split_nested
+from pipe.microbatch import refuse_holder, rows_of, split_nested
 from pipe.nested import map_tensors, tensors_in
-from pipe.refusals import refuse_holders
 from pipe.schedule import Clocks, StageAction
 from pipe.stage import Stage, Values
 from pipe.stream import to_device, use_device
@@ -67,8 +66,8 @@ class PipelineStep:
         self._sources: dict[tuple[int, int], list[tuple[Tensor, Tensor, int]]] = {}
         #: For each cell, its outputs that have a gradient, and the gradients.
         self._gradients: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = {}
-        self._losses: dict[int, Tensor] = {}
-        self._counts: dict[int, Tensor | float] = {}
+        self._losses: list[Tensor] = []
+        self._counts: list[Tensor | float] = []
 
     def run(self) -> Tensor:
         """Runs the step; returns the loss of the batch, detached."""
@@ -76,12 +75,11 @@ class PipelineStep:
             for action in chain.from_iterable(self.clocks):
                 with use_device(self.stages[action.stage].device):
                     self._act(action)
-        losses = [self._losses[i] for i in range(len(self.losses))]
-        total = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+        total = torch.stack(self._losses).sum()
         if self._counts:
             total = (total / self._count()).to(total.dtype)
         # Into the graph that produced the user's inputs, of all micro-batches together.
-        _run_backward([pair for i in range(len(losses)) for pair in self._gradients.pop((_USER, i), ())])
+        _run_backward([pair for i in range(len(self.losses)) for pair in self._gradients.pop((_USER, i), ())])
         return total
 
     def _act(self, action: StageAction) -> None:
@@ -123,20 +121,21 @@ class PipelineStep:
         outputs = Checkpointing(stage, inputs, module=stage.layers).checkpoint() if checkpointed else stage(inputs)
         for route, output in zip(stage.leaving, outputs, strict=True):
             copied = self.stages[route.popped_at].device != stage.device
-            refuse_holders(j, output, checkpointed=checkpointed, copied=copied)
+            if checkpointed or copied:
+                refuse_holder(f"the output of stage {j}", output, needs_grad=not copied)
             values[route.key] = output
         if is_last:
             loss, count = self.losses[i].of(values.pop(None), self.targets[i])
-            self._losses[i] = loss.detach()
+            self._losses.append(loss.detach())
             if count is not None:
-                self._counts[i] = count
+                self._counts.append(count)
             self._gradients[j, i] = [(loss, None)]
 
     def _count(self) -> Tensor:
         """The divisor of the loss of the batch."""
         assert len(self._counts) == len(self.losses), "read before the last loss was computed"
         device = self._losses[0].device
-        counts = (torch.as_tensor(count).to(device) for count in self._counts.values())
+        counts = (torch.as_tensor(count).to(device) for count in self._counts)
         return sum(counts, torch.zeros((), device=device))
 
     def _backward(self, j: int, i: int) -> None:

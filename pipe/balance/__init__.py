@@ -28,11 +28,6 @@ def _device(device: Device | None) -> torch.device:
     return torch.device(device)
 
 
-def _checked(module: nn.Sequential, partitions: int) -> None:
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"expected nn.Sequential to balance, got {type(module).__name__}")
-
-
 def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
     """Number of layers of each partition, such that the largest cost of a partition is as small as possible.
 
@@ -70,7 +65,6 @@ def balance_by_time(
         TypeError: if ``module`` is not ``nn.Sequential``.
         ValueError: if the number of partitions is invalid.
     """
-    _checked(module, partitions)
     return balance_cost(profile_times(module, sample, timeout, _device(device)), partitions)
 
 
@@ -103,5 +97,4 @@ def balance_by_size(
         TypeError: if ``module`` is not ``nn.Sequential``.
         ValueError: if the number of partitions is invalid.
     """
-    _checked(module, partitions)
     return balance_cost(profile_sizes(module, input, chunks, param_scale, _device(device)), partitions)

@@ -35,6 +35,8 @@ def _cut(value: Any) -> Any:
 
 def _on_device(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
     """A copy of each layer; tensors with a graph that it keeps (a weight of ``weight_norm``) have none there."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"expected nn.Sequential to balance, got {type(module).__name__}")
     for layer in module:
         kept = [tensor for part in layer.modules() for tensor in tensors_in(list(vars(part).values()))]
         copied = copy.deepcopy(layer, {id(t): t.detach().clone() for t in kept if not t.is_leaf}).to(device).train()

@@ -21,18 +21,13 @@ SkipTracker = dict[Key | None, Any]
 """Skip tensors that were stashed and not yet popped."""
 
 
-class _ThreadLocal(threading.local):
-    def __init__(self) -> None:
-        self.tracker: SkipTracker = {}
-
-
-_thread_local = _ThreadLocal()
+_thread_local = threading.local()
 
 
 @contextlib.contextmanager
 def use_skip_tracker(tracker: SkipTracker) -> Iterator[None]:
     """A context in which skippable layers of this thread use ``tracker``."""
-    before, _thread_local.tracker = _thread_local.tracker, tracker
+    before, _thread_local.tracker = current_skip_tracker(), tracker
     try:
         yield
     finally:
@@ -41,4 +36,4 @@ def use_skip_tracker(tracker: SkipTracker) -> Iterator[None]:
 
 def current_skip_tracker() -> SkipTracker:
     """The tracker that skippable layers of this thread use."""
-    return _thread_local.tracker
+    return vars(_thread_local).setdefault("tracker", {})  # type: ignore[no-any-return]

@@ -567,7 +567,7 @@ class TestTheFace:
             ({"checkpoint": "sometimes"}, ValueError, "not one of 'always'"),
             ({"balance": [1, 1]}, ValueError, "module: 3, sum of balance: 2"),
             ({"balance": [0, 3]}, ValueError, "positive integer"),
-            ({"balance": [1, 1, 1], "devices": ["cpu"]}, IndexError, "devices given: 1, partitions: 3"),
+            ({"balance": [1, 1, 1], "devices": ["cpu"]}, IndexError, "devices: 1, partitions: 3"),
         ],
     )
     def test_bad_arguments_are_named(self, arguments: Any, error: Any, message: Any) -> None:
