@@ -21,17 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from pipe.torch_private.autograd import HiddenHooks, has_hooks
+from pipe.torch_private.autograd import HiddenHooks
 from pipe.torch_private.tensors import add_all
 
 __all__ = ["leaves_of", "parameters_of", "step_gradients"]
 
 
-def parameters_of(module: nn.Module, *, without: Iterable[Any]) -> list[nn.Parameter]:
+def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Parameter]:
     """The parameters of a module, except those of the modules ``without``, which are not accessed."""
-    hidden = {inner for other in without for inner in other.modules()}
-    owners = [inner for inner in module.modules() if inner not in hidden]
-    return list(dict.fromkeys(p for owner in owners for p in owner._parameters.values() if p is not None))
+    hidden = {id(other) for other in without}
+    found: dict[int, nn.Parameter] = {}
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        inner = waiting.pop()
+        if inner is not None and id(inner) not in hidden:
+            found.update([(id(p), p) for p in inner._parameters.values() if p is not None])
+            waiting += inner._modules.values()
+    return list(found.values())
 
 
 def leaves_of(*outputs: Tensor) -> Iterator[Tensor]:
@@ -55,7 +61,11 @@ def step_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     from before.
     """
     before: list[tuple[Any, Tensor | None]] = [(parameter, parameter.grad) for parameter in parameters]
-    hidden = [(parameter, HiddenHooks(parameter)) for parameter, _ in before if has_hooks(parameter)]
+    hidden = [
+        (parameter, HiddenHooks(parameter))
+        for parameter, _ in before
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
     try:
         try:
             for parameter, _ in before:

@@ -36,7 +36,8 @@ from pipe.refusals import check_plain, check_reduced, check_rows_first, check_up
 from pipe.schedule import Clocks, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.stage import Values
-from pipe.step import PipelineStep, split_target
+from pipe.step import PipelineStep, split_target, step_of_one_cell
+from pipe.stream import use_device
 from pipe.torch_private.tracing import breaks_compiled_graphs
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
 
@@ -205,6 +206,10 @@ class Pipe(nn.Module):
             check_rows_first(self[0], input)
             if torch.is_grad_enabled():
                 check_updates(takers)
+        checkpoint_stop = self._checkpoint_stop(count)
+        if count == len(self._stages) == 1 and self._trace is None and not (checkpoint_stop or takers):
+            with mini_batch(1), use_device(self.devices[0]):
+                return self._stages[0](batches)[0]
         values: list[Values] = [{None: batch} for batch in batches]
         del batches
         with mini_batch(count), frozen_weights(takers):
@@ -212,7 +217,7 @@ class Pipe(nn.Module):
                 values,
                 self._stages,
                 turns=self._turns,
-                checkpoint_stop=self._checkpoint_stop(count),
+                checkpoint_stop=checkpoint_stop,
                 trace=self._trace,
             ).run()
         outputs = [value[None] for value in values]
@@ -277,6 +282,9 @@ class Pipe(nn.Module):
         make = fill_drain if losses[0].weight is None else SCHEDULES[schedule]
         takers = self._ensure_turns()
         parameters = parameters_of(self, without=takers)
+        if len(rows) == len(self._stages) == 1 and self._trace is None and not takers:
+            with step_gradients(parameters), mini_batch(1), use_device(self.devices[0]):
+                return step_of_one_cell(self._stages[0], inputs[0], targets[0], losses[0])
         if len(rows) > 1:
             check_rows_first(self[0], input)
             check_updates(takers, parameters)

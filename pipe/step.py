@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -31,10 +32,19 @@ from pipe.schedule import Clocks, StageAction
 from pipe.stage import Stage, Values
 from pipe.stream import to_device, use_device
 
-__all__ = ["PipelineStep", "split_target"]
+__all__ = ["PipelineStep", "split_target", "step_of_one_cell"]
 
 #: Stands for the cell that has made the input of a micro-batch.
 _USER = -1
+
+
+def step_of_one_cell(stage: Stage, input: Any, target: Any, loss: MicroLoss) -> Tensor:
+    """Runs the step of one micro-batch on one stage, as the layers would run it; returns its loss, detached."""
+    with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+        total, count = loss.of(stage([input])[0], target)
+        total = total if count is None else (total / count).to(total.dtype)
+        total.backward()
+    return total.detach()
 
 
 @dataclass
