@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gradcache import GradCache
 from offload import OffloadOptimizer
 from offload.streaming.streamer import Streamer
+from tests.gradcache.towers import offloaded
 from tests.gradcache.wrapped_towers import (
     KINDS,
     SHARDS,
@@ -33,7 +34,6 @@ from tests.gradcache.wrapped_towers import (
     bodies,
     layers,
     loads,
-    offloaded,
     rows,
     square,
     with_offload,

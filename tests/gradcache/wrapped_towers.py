@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel
+from tests.gradcache.towers import offloaded
 
 WIDTH = 6
 SHARDS = 3
@@ -20,10 +21,6 @@ def layers(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(seed)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(SHARDS)]
     return nn.Sequential(*blocks).double()
-
-
-def offloaded(model: nn.Sequential, home: Any = "cpu", **options: Any) -> OffloadModel:
-    return OffloadModel(model, "cpu", home, **{"num_slices": SHARDS, "checkpoint_activation": True, **options})
 
 
 class Tower(nn.Module):
@@ -105,7 +102,7 @@ def with_offload(model: nn.Module, home: Any = "cpu", **options: Any) -> nn.Modu
     for name, child in list(ours.named_children()):
         if isinstance(child, nn.Sequential):
             place = f"{home}/{name}" if isinstance(home, Path) else home
-            setattr(ours, name, offloaded(child, place, **options))
+            setattr(ours, name, offloaded(child, place, **{"num_slices": SHARDS, **options}))
     return ours
 
 

@@ -40,18 +40,26 @@ def assert_equal_gradients(models: dict[int, nn.Module], stages: int) -> None:
             assert float((found - q.grad).abs().max()) <= 1e-6 * most, (k, found, q.grad)
 
 
-def trains_as_the_plain_model(stages_per_rank: int) -> None:
-    """With ``OffloadOptimizer`` and clipping."""
+def trains_as_the_plain_model(stages_per_rank: int, *, zero_bubble: bool = False) -> None:
+    """With ``OffloadOptimizer`` and clipping.
+
+    ``zero_bubble`` asks for the gradients of inputs first and for those of weights later, by ``autograd.grad``.
+    """
     module, rank, ranks = load_example(EXAMPLE), dist.get_rank(), dist.get_world_size()
     models = module.stages_of(rank, ranks, stages_per_rank)
     optimizers = [OffloadOptimizer(m, torch.optim.AdamW, lr=0.01, max_norm=0.01) for m in models.values()]
     schedule = module.schedule_of(models, ranks)
+    if zero_bubble:
+        made = [PipelineStage(model, k, 4, torch.device("cpu")) for k, model in models.items()]
+        schedule = ScheduleInterleavedZeroBubble(made, 4, loss_fn=nn.functional.mse_loss)
     layers, (x, y) = module.build(), batch()
     size = len(layers) // (ranks * stages_per_rank)
     parts = [layers[k : k + size] for k in range(0, len(layers), size)]
     references = [torch.optim.AdamW([p for m in part for p in m.parameters()], lr=0.01) for part in parts]
-    for _ in range(3):
+    for step in range(3):
         loss = module.run(schedule, rank, ranks, x, y)
+        if step == 0:
+            assert_equal_gradients(models, len(parts))
         expected = nn.functional.mse_loss(nn.Sequential(*layers)(x), y)
         assert loss is None or abs(loss - float(expected)) < 1e-5
         expected.backward()
@@ -80,21 +88,11 @@ def stages_are_sharded_over_a_mesh() -> None:
     assert_equal_gradients({rank: model}, 2)
 
 
-def zero_bubble_is_right() -> None:
-    """Its backward asks for the gradients of inputs first and for those of weights later, by ``autograd.grad``."""
-    module, rank, ranks = load_example(EXAMPLE), dist.get_rank(), dist.get_world_size()
-    models = module.stages_of(rank, ranks, 2)
-    stages = [PipelineStage(model, k, 4, torch.device("cpu")) for k, model in models.items()]
-    schedule = ScheduleInterleavedZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
-    module.run(schedule, rank, ranks, *batch())
-    assert_equal_gradients(models, 4)
-
-
 def stages(folder: Path) -> list[tuple[int, dict[str, Callable[[], None]]]]:
     """By the number of ranks."""
     by_two: dict[str, Callable[[], None]] = {
         "training_by_1f1b": partial(trains_as_the_plain_model, 1),
         "training_by_interleaved_1f1b": partial(trains_as_the_plain_model, 2),
-        "zero_bubble": zero_bubble_is_right,
+        "zero_bubble": partial(trains_as_the_plain_model, 2, zero_bubble=True),
     }
     return [(2, by_two), (4, {"sharded_stages": stages_are_sharded_over_a_mesh})]
