@@ -81,17 +81,8 @@ class Block:
         self, call: Callable[..., Any], weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """The result of ``call``, in which its modules have these weights; none: they have their own."""
-        try:
-            with self.weights.bound(weights):
-                output = call(*args, **kwargs)
-        except RuntimeError as error:
-            if "dtype" in str(error) and (cast := self.weights.cast_dtypes(weights)):
-                raise RuntimeError(
-                    f"{self.name} met tensors of several types ({error}). With param_dtype= its parameters are "
-                    f"{cast} while it runs; tensors that it makes, and parameters of other layers that it holds "
-                    f"(an attribute, a closure), keep their own type: convert these to that of its input"
-                ) from error
-            raise
+        with self.weights.bound(weights):
+            output = call(*args, **kwargs)
         if not weights:
             return output
         slot = weights[0].untyped_storage().data_ptr()

@@ -203,6 +203,7 @@ class Boundaries:
 
         def fetch() -> None:
             with self._meter.on_lane("boundary", token, nbytes):
+                assert boundary.ticket is not None, "a boundary is read before it was written"
                 found.append(self._scratch.fetch(boundary.ticket))
 
         self._meter.hold(nbytes)

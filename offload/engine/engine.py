@@ -35,7 +35,7 @@ from offload.engine.block import RUNS_NOTED, Block, has_cache
 from offload.engine.boundaries import Boundaries
 from offload.engine.cell import UNWATCHED, Cell, Watch
 from offload.engine.homes import ModelHomes
-from offload.engine.observed import CellPlace, ObservedStep, Recorder
+from offload.engine.observed import CellPlace, ObservedStep
 from offload.engine.passes import Forward, Slots
 from offload.engine.visit import Visit
 from offload.engine.weights import Weights
@@ -46,9 +46,7 @@ from pipe.process import check_process
 from pipe.recompute.phase import is_checkpointing, is_recomputing
 from pipe.recompute.replay import Layers, refuse_cached_parametrizations
 from pipe.recompute.thread_state import ThreadState, close_contexts
-from pipe.torch_private.autograd import (
-    in_backward,
-)
+from pipe.torch_private.autograd import in_backward
 from pipe.torch_private.tensors import storage_uses
 
 __all__ = ["Engine"]
@@ -64,8 +62,8 @@ T = TypeVar("T")
 class _Pass:
     """One forward: its order of shards, and the visits of its graph with their tokens."""
 
-    def __init__(self, order: Forward, keeps: Keeps, recorders: list[Recorder] | None) -> None:
-        self.order, self.keeps, self.recorders = order, keeps, recorders
+    def __init__(self, order: Forward, keeps: Keeps) -> None:
+        self.order, self.keeps = order, keeps
         self.visits: dict[int, tuple[Visit, Tensor | None]] = {}
         #: The nodes of the visits in the graph.
         self.nodes: list[Any] = []
@@ -157,11 +155,11 @@ class Engine:
 
     # --- forward ------------------------------------------------------------------------------------------------
 
-    def forward(self, run: Callable[[], T], keeps: Keeps | None = None, recorders: list[Recorder] | None = None) -> T:
+    def forward(self, run: Callable[[], T], keeps: Keeps | None = None) -> T:
         """Returns ``run()``, one forward, in which blocks may be run in any order and any number of times.
 
         A function, not a context: what follows a ``with`` statement may be interrupted before its context ends.
-        ``recorders`` gets what records the saved tensors of each cell; None: nothing records them.
+        ``keeps``: which cells keep their graphs; None: all or none, as the model recomputes.
         """
         if self.backward.forward is not None and self._passes() > 1:  # one is this
             raise RuntimeError(
@@ -192,7 +190,7 @@ class Engine:
                 self.streamer.release()
                 self._homes.assigned_data.store()
             order = Forward(self._orders[training], returns=training, repeats=shared and reuses, common=self.has_ranks)
-            self.backward.forward = this = _Pass(order, keeps or (lambda j, i: not self._homes.recompute), recorders)
+            self.backward.forward = this = _Pass(order, keeps or (lambda j, i: not self._homes.recompute))
             if not in_between:
                 self.backward.last = weakref.ref(this.life)
             with self.streamer.slot_pool.turn(self.streamer):
@@ -301,11 +299,8 @@ class Engine:
         else:
             if this.boundaries is not None and graph and (j or block.place[0]):
                 cell.watch = Watch(entering=this.boundaries.hooks((j, i)))
-            elif graph and this.recorders is not None:
-                this.recorders.append(Recorder(shard, shard.slot if cell.views else None))
-                cell.watch = Watch(this.recorders[-1].add)
-            elif in_place and graph and shard.gradient_types.rounded:
-                cell.watch = self._watch_in_place
+            elif in_place and graph and shard.gradient_types.rounded:  # these are rounded when the backward ends
+                cell.watch = Watch(begins=lambda visit: self.backward.enter(None, visit.uses, visit.life))
             output = self._run(this, cell, args, kwargs, keeps=keeps)
         if enabled and not graph and _requires_grad(output):  # by what is neither a weight of its own nor an argument
             this.order.add_graph(j)
@@ -351,11 +346,6 @@ class Engine:
             step.record(recorder, place, (args, kwargs), keeps=keeps, hidden=hidden)
         step.leave(place, output)
         return output
-
-    @property
-    def _watch_in_place(self) -> Watch:
-        """For shards that are used where they rest, and whose gradients are rounded when the backward ends."""
-        return Watch(begins=lambda visit: self.backward.enter(None, visit.uses, visit.life))
 
     def _begin_cell(self, step: ObservedStep, boundaries: Boundaries | None, place: CellPlace, visit: Visit) -> None:
         """Called when the backward of an observed cell begins, or goes on."""

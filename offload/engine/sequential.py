@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from offload.engine.engine import Engine, Keeps
+from offload.engine.engine import Engine
 from offload.engine.observed import Recorder
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.replay import trial
@@ -25,7 +26,6 @@ def run_layers(
     output_fns: Sequence[Callable[[Any], Any] | None] = (),
     input_fn: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
     dtype: torch.dtype | None = None,
-    keeps: Keeps | None = None,
 ) -> list[Any]:
     """The outputs of ``chunks``, arguments of the first layer, with one graph.
 
@@ -54,7 +54,7 @@ def run_layers(
                 args, kwargs = block.protected(*value) if first else ((value,), {})
                 values[i] = engine.run(block, call, args, kwargs, i)
 
-    engine.forward(run, keeps)
+    engine.forward(run)
     return values
 
 
@@ -76,7 +76,7 @@ def measured_activations(
 
     Runs a trial forward, which leaves buffers and generators unchanged.
     """
-    recorders: list[Recorder] = []
+    recorders = [Recorder(several[0].weights.shard, None) for several in engine.blocks]
     watched = [block.region for several in engine.blocks for block in several]
 
     def run() -> None:
@@ -84,11 +84,23 @@ def measured_activations(
             args, kwargs = map_tensors(partial(_brought, engine.device, dtype), call)
             for j, several in enumerate(layers):
                 function = _in_turn(several, output_fn if j == len(layers) - 1 else None)
-                args, kwargs = (engine.run(engine.blocks[j][0], function, args, kwargs),), {}
+                with saved_tensors_hooks(partial(_recorded, recorders[j]), lambda saved: saved):
+                    output = engine.run(engine.blocks[j][0], function, args, kwargs)
+                args, kwargs = (map_tensors(_apart, output),), {}
+                del output  # with the graph of the cell
 
     with torch.enable_grad():
-        engine.forward(run, lambda j, i: False, recorders)
-    return max((sum(recorder.nbytes.values()) for recorder in recorders), default=0)
+        engine.forward(run, lambda j, i: True)
+    return max(sum(recorder.nbytes.values()) for recorder in recorders)
+
+
+def _recorded(recorder: Recorder, tensor: Tensor) -> Tensor:
+    recorder.add(tensor)
+    return tensor.detach()
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()  # layers must not write leaves in place
 
 
 def _made(

@@ -109,12 +109,6 @@ class Weights:
         """Called when homes have moved."""
         self._stay = None
 
-    def cast_dtypes(self, values: Sequence[Tensor]) -> str:
-        """The types of ``values`` that ``param_dtype`` has made of others, by name; empty if there are none."""
-        streamed = [k for k in self.streamed if values and k not in self._parts and self.owners[k][1].form is None]
-        found = dict.fromkeys(values[k].dtype for k in streamed if values[k].dtype != self.parameters[k].dtype)
-        return " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
-
     def point_parts(self, values: Sequence[Tensor] | None) -> None:
         """Gives the parts of quantised parameters the memory of ``values``, or of their homes."""
         for k in self._parts:
