@@ -128,7 +128,11 @@ def construct(
     check_gradient_dtype(given.gradient_dtype, accumulates=given.accumulate_in_gradient_dtype)
     resources = memory_of(given.memory, plans=plans, mesh=mesh, device=device)
     recompute = resources.recomputes(given.checkpoint_activation)
-    _check_splitting(given.num_microbatches, in_order=in_order, plans=resources.bounds and recompute)
+    if given.num_microbatches is None and not (in_order and resources.bounds and recompute):
+        raise ValueError(
+            "num_microbatches=None needs layers that are called one after the other, and a memory whose plan chooses "
+            "them; pass the number of micro-batches"
+        )
     ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
     replicas = 1 if mesh is None else mesh.size() // ranks
     offload_device = home_of(offload_device) or offload_device
@@ -253,15 +257,6 @@ def _with_more(
     found = with_rest(model, blocks, limit - limit // GAPS_SHARE, needed, patterns)
     # Without states, as the limit is checked, what stays may take less.
     return found if needed(found, 0) <= max(limit, needed(blocks, 0) - 1) else blocks
-
-
-def _check_splitting(num_microbatches: int | None, *, in_order: bool, plans: bool) -> None:
-    """Raises ValueError for ``num_microbatches=None`` where no plan chooses them."""
-    if num_microbatches is None and not (plans and in_order):
-        needed = "layers that are called one after the other"
-        if in_order:
-            needed = "a memory, whose plan chooses them"
-        raise ValueError(f"num_microbatches=None needs {needed}; pass the number of micro-batches")
 
 
 def _close(lanes: Any, tier: Any) -> None:

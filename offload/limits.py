@@ -32,7 +32,6 @@ HOST = torch.device("cpu")
 _serials = itertools.count()
 #: The grants of living models.
 _living: weakref.WeakValueDictionary[int, Grant] = weakref.WeakValueDictionary()
-_warned: set[torch.device] = set()
 
 
 class Grant:
@@ -87,7 +86,7 @@ def _ranks() -> int:
 
 
 def check_place(place: torch.device, asked: int | None, needs: int, advice: str) -> None:
-    """Raises ValueError if a number is less than a model ``needs``; warns once if it is more than the machine has."""
+    """Raises ValueError if a number is less than a model ``needs``; warns if it is more than the machine has."""
     if asked is None:
         return
     name = "host memory" if place.type == "cpu" else f"the memory of {place}"
@@ -97,8 +96,7 @@ def check_place(place: torch.device, asked: int | None, needs: int, advice: str)
             f"{shown_bytes(needs - asked)} short: pass memory={needs}, the least that works{advice}"
         )
     there = capacity(place)
-    if asked > there and place not in _warned:
-        _warned.add(place)
+    if asked > there:
         warnings.warn(
             f"memory={shown_bytes(asked)} is more than the {shown_bytes(there)} of {name} that this machine has; pass "
             f"less, or 'auto' for what is free",

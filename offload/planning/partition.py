@@ -84,17 +84,11 @@ def slot_sizes(
     return chosen, {j: nbytes for j, nbytes in enumerate(sizes) if nbytes > chosen and j not in in_memory}
 
 
+@lru_cache(maxsize=256)
 def slots_in_use(
-    sizes: Sequence[int], slots: int, *, in_memory: frozenset[int] = frozenset(), apart: bool
+    sizes: tuple[int, ...], slots: int, *, in_memory: frozenset[int], apart: bool
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Bytes of slots and own buffers while each shard computes, forward and backward: see :func:`slot_sizes`."""
-    return _slots_in_use(tuple(sizes), slots, in_memory, apart)
-
-
-@lru_cache(maxsize=256)
-def _slots_in_use(
-    sizes: tuple[int, ...], slots: int, in_memory: frozenset[int], apart: bool
-) -> tuple[Sequence[int], Sequence[int]]:
     slot, own = slot_sizes(sizes, slots, in_memory=in_memory, apart=apart)
     streamed = [j for j in range(len(sizes)) if j not in in_memory]
     forward, backward, at = [], [], 0

@@ -67,15 +67,16 @@ class _Walk:
             "transfer buffers": model.transfer_bytes,
         }
         self._fixed = sum(self._constant.values())
-        self._weights = slots_in_use(model.slot_bytes, choice.slots, in_memory=in_memory, apart=model.own_slots)
+        sizes = tuple(model.slot_bytes)
+        self._weights = slots_in_use(sizes, choice.slots, in_memory=in_memory, apart=model.own_slots)
         self._outside = outside.begins
         self._graphs = self._output = 0
         #: Boundaries that a cell is about to read; those that wait for backward; and their gradients.
         self._next, self._saved, self._coming = 0, 0, 0
-        sizes = [cell.enters for cells in model.cells for cell in cells]
-        self._largest = max(sizes, default=0)
+        enters = [cell.enters for cells in model.cells for cell in cells]
+        self._largest = max(enters, default=0)
         bounded = model.spills and choice.boundary_bytes < math.inf
-        self._room = max(0, int(choice.boundary_bytes) - MOVING * self._largest) if bounded else sum(sizes)
+        self._room = max(0, int(choice.boundary_bytes) - MOVING * self._largest) if bounded else sum(enters)
         self.peak = StepBytes()
         self._count(self._weights[0][0])
         self.peak.begin = self.peak.memory

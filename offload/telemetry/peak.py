@@ -34,13 +34,6 @@ def anonymous_bytes() -> int:
     return status.get("RssAnon", 0) + status.get("RssShmem", 0)
 
 
-def _forget_peak() -> tuple[int, int]:
-    """Resets the peak; returns the bytes of anonymous and shared memory, and of file-mapped pages."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    status = _status()
-    return status.get("RssAnon", 0) + status.get("RssShmem", 0), status.get("RssFile", 0)
-
-
 class PeakMeter:
     """How far memory rises above its begin."""
 
@@ -60,7 +53,8 @@ class PeakMeter:
         if has_own_memory(self._device):
             return
         with contextlib.suppress(OSError):  # not permitted here
-            self._began, self._files = _forget_peak()
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets it
+            self._began, self._files = anonymous_bytes(), _status().get("RssFile", 0)
 
     def rise(self) -> int | None:
         """Bytes of the peak since :meth:`begin` above the begin; None where it cannot be measured."""
