@@ -229,24 +229,18 @@ def test_both_trainers_on_a_mesh_train_as_one_process_with_all_rows(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     script = str(EXAMPLES / "trainers_on_a_mesh.py")
-    worker = subprocess.Popen(
-        [*command, script, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
+    ended = subprocess.run(
+        [*command, script, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=200
     )
-    try:
-        expected = {"Trainer": on_a_mesh.train_llama(None, tmp_path / "plain" / "llama", None)}
-        output, errors = worker.communicate(timeout=200)
-    finally:
-        worker.kill()
-    assert worker.returncode == 0, errors
+    assert ended.returncode == 0, ended.stderr
+    expected = {"Trainer": on_a_mesh.train_llama(None, tmp_path / "plain" / "llama", None)}
     # The words of a tokenizer that is trained again may be numbered differently.
     bert = str(tmp_path / "bert")
     expected["SentenceTransformerTrainer"] = on_a_mesh.train_bert(None, tmp_path / "plain" / "run", None, bert)
     found = {
-        line.split()[0]: [float(x) for x in line.split()[1:]] for line in output.splitlines() if "Trainer " in line
+        line.split()[0]: [float(x) for x in line.split()[1:]]
+        for line in ended.stdout.splitlines()
+        if "Trainer " in line
     }
     assert all(len(values) == 12 for values in expected.values())
     assert found == {name: pytest.approx(values, rel=1e-4) for name, values in expected.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.offload.fuzz.around import AuxiliaryLoss, ChunkedStep, Regularised, SetAside, TiedAround
+from tests.offload.fuzz.around import AuxiliaryLoss, Checkpointed, ChunkedStep, Regularised, SetAside, TiedAround
 from tests.offload.fuzz.gradients import NewOptimizer, Step, TrainStep, ZeroGrad
 from tests.offload.fuzz.hooks import Hook, RemoveHooks
 from tests.offload.fuzz.passes import (
@@ -124,6 +124,7 @@ EQUAL: dict[str, Program] = {
         planned=(0, 1 << 20),
         updates="offload",
     ),
+    "a_model_with_blocks_runs_inside_a_reentrant_checkpoint": program(Checkpointed(reentrant=True), model="blocks"),
     # Optimizers.
     "a_weight_that_is_also_used_around_the_model_is_clipped_by_its_whole_gradient": program(
         TiedAround(at=1), Step(), updates="offload", max_norm=0.5
@@ -162,6 +163,7 @@ EQUAL: dict[str, Program] = {
 
 #: Programs that are refused.
 REFUSED: dict[str, Program] = {
+    "a_model_with_blocks_is_refused_inside_other_checkpoints": program(Checkpointed(), model="blocks"),
     "forward_mode_is_refused_or_right": program(Functional("jvp")),
     "torch_func_grad_is_refused_or_right": program(Functional("func_grad")),
     "torch_func_grad_of_a_model_with_blocks_is_refused_or_right": program(Functional("func_grad"), model="blocks"),

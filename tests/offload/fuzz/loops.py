@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.offload.fuzz.around import ChunkedStep
 from tests.offload.fuzz.corpus import TRAIN
 from tests.offload.fuzz.gradients import Clip, KeepGradients, Step, TrainStep, UseKept, ZeroGrad
 from tests.offload.fuzz.hooks import Hook, RemoveHooks
@@ -45,6 +46,7 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
     "a checkpoint that is saved and loaded": (
         *(TrainStep(), Checkpoint(), TrainStep(), Checkpoint(load=True), TrainStep()),
     ),
+    "chunked steps": (ChunkedStep(), ChunkedStep(seed=1, bare=True), Step()),
     "a copy": (Hook("forward", "scale", None), *TRAIN, Copy(), *TRAIN, Step(), Forward()),
     "a pickle": (*TRAIN, Copy("pickle"), *TRAIN, Step(), Forward()),
     "average weights": (
