@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.offload.fuzz.around import AuxiliaryLoss, Checkpointed, ChunkedStep, Regularised, SetAside, TiedAround
+from tests.offload.fuzz.around import AuxiliaryLoss, Checkpointed, Regularised, SetAside, TiedAround
 from tests.offload.fuzz.gradients import NewOptimizer, Step, TrainStep, ZeroGrad
 from tests.offload.fuzz.hooks import Hook, RemoveHooks
 from tests.offload.fuzz.passes import (
@@ -45,9 +45,6 @@ EQUAL: dict[str, Program] = {
     ),
     # What was handed out is never written again.
     "gradients_set_aside_are_added_on_disk": program(*TRAIN, SetAside(seed=1), home="disk"),
-    "chunked_steps_accumulate_and_begin_from_zeros_on_disk": program(
-        ChunkedStep(), ChunkedStep(seed=1), ZeroGrad(set_to_none=False), ChunkedStep(seed=1), home="disk"
-    ),
     # What layers and hooks write.
     "a_step_in_a_hook_moves_the_weights_on_disk": program(
         Hook("accumulated", "step", None), *TRAIN, Forward(), home="disk", checkpoint=True

@@ -46,7 +46,9 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
     "a checkpoint that is saved and loaded": (
         *(TrainStep(), Checkpoint(), TrainStep(), Checkpoint(load=True), TrainStep()),
     ),
-    "chunked steps": (ChunkedStep(), ChunkedStep(seed=1, bare=True), Step()),
+    "chunked steps": (
+        *(ChunkedStep(), ChunkedStep(seed=1, bare=True), ZeroGrad(set_to_none=False), ChunkedStep(seed=1), Step()),
+    ),
     "a copy": (Hook("forward", "scale", None), *TRAIN, Copy(), *TRAIN, Step(), Forward()),
     "a pickle": (*TRAIN, Copy("pickle"), *TRAIN, Step(), Forward()),
     "average weights": (
