@@ -6,7 +6,6 @@ them in an environment of their own.
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gradcache import sentence_transformers as losses
 from offload import OffloadModel, OffloadOptimizer
@@ -34,24 +34,14 @@ def example(name: str, *needs: str) -> Any:
     return load_example(name)
 
 
-@pytest.fixture
-def huggingface() -> Any:
-    return example("huggingface_trainer", "transformers", "accelerate")
+def trainer(name: str, *needs: str) -> Any:
+    return pytest.fixture(lambda: example(name, *needs))
 
 
-@pytest.fixture
-def loop() -> Any:
-    return example("training_loop", "transformers")
-
-
-@pytest.fixture
-def lightning() -> Any:
-    return example("lightning_trainer", "lightning")
-
-
-@pytest.fixture
-def sentences() -> Any:
-    return example("sentence_transformers_trainer", "sentence_transformers", "accelerate", "datasets")
+huggingface = trainer("huggingface_trainer", "transformers", "accelerate")
+loop = trainer("training_loop", "transformers")
+lightning = trainer("lightning_trainer", "lightning")
+sentences = trainer("sentence_transformers_trainer", "sentence_transformers", "accelerate", "datasets")
 
 
 @pytest.fixture
@@ -60,12 +50,8 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def assert_equal(model: Any, other: Any, *, exact: bool = True) -> None:
-    found, expected = weights(model), weights(other)
+    found, expected = model.state_dict(), other.state_dict()
     assert list(found) == list(expected)
     for name, value in found.items():
         assert torch.equal(value, expected[name]) if exact else torch.allclose(value, expected[name], atol=1e-5), name
@@ -162,32 +148,27 @@ def test_a_resumed_lightning_module_continues_bit_for_bit(lightning: Any, home: 
 
 
 def _loaded(folder: Path) -> dict[str, torch.Tensor]:
-    safetensors: Any = importlib.import_module("safetensors.torch")
     (file,) = folder.glob("*.safetensors")
-    found: dict[str, torch.Tensor] = safetensors.load_file(file)
-    return found
-
-
-def _by_accelerate(model: Any, folder: Path) -> None:
-    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
-    accelerator.save_model(model, folder)
+    return load_file(file)
 
 
 def _by_its_state(model: Any, folder: Path) -> None:
-    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
     accelerator.prepare(model)
     accelerator.save_state(folder)
 
 
+def _by(package: str, name: str, file: str = "") -> Any:
+    return lambda model, folder: getattr(pytest.importorskip(package), name)(model, folder / file)
+
+
 SAVERS: dict[str, Any] = {
-    "accelerate's save_model": _by_accelerate,
+    "accelerate's save_model": lambda model, folder: (
+        pytest.importorskip("accelerate").Accelerator(cpu=True).save_model(model, folder)
+    ),
     "accelerate's save_state": _by_its_state,
-    "safetensors' save_model": lambda model, folder: importlib.import_module("safetensors.torch").save_model(
-        model, folder / "model.safetensors"
-    ),
-    "hub's save_torch_model": lambda model, folder: importlib.import_module("huggingface_hub").save_torch_model(
-        model, folder
-    ),
+    "safetensors' save_model": _by("safetensors.torch", "save_model", "model.safetensors"),
+    "hub's save_torch_model": _by("huggingface_hub", "save_torch_model"),
     "save_pretrained": lambda model, folder: model.save_pretrained(folder),
 }
 
@@ -248,24 +229,18 @@ def test_both_trainers_on_a_mesh_train_as_one_process_with_all_rows(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     script = str(EXAMPLES / "trainers_on_a_mesh.py")
-    worker = subprocess.Popen(
-        [*command, script, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
+    ended = subprocess.run(
+        [*command, script, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=200
     )
-    try:
-        expected = {"Trainer": on_a_mesh.train_llama(None, tmp_path / "plain" / "llama", None)}
-        output, errors = worker.communicate(timeout=200)
-    finally:
-        worker.kill()
-    assert worker.returncode == 0, errors
+    assert ended.returncode == 0, ended.stderr
+    expected = {"Trainer": on_a_mesh.train_llama(None, tmp_path / "plain" / "llama", None)}
     # The words of a tokenizer that is trained again may be numbered differently.
     bert = str(tmp_path / "bert")
     expected["SentenceTransformerTrainer"] = on_a_mesh.train_bert(None, tmp_path / "plain" / "run", None, bert)
     found = {
-        line.split()[0]: [float(x) for x in line.split()[1:]] for line in output.splitlines() if "Trainer " in line
+        line.split()[0]: [float(x) for x in line.split()[1:]]
+        for line in ended.stdout.splitlines()
+        if "Trainer " in line
     }
     assert all(len(values) == 12 for values in expected.values())
     assert found == {name: pytest.approx(values, rel=1e-4) for name, values in expected.items()}

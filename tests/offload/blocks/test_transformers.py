@@ -21,7 +21,8 @@ from tests.offload.blocks.towers import assert_equal
 tf: Any = pytest.importorskip("transformers", reason="needs transformers: pip install transformers peft")
 
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{of}") for of in (":FutureWarning", "fan_in_fan_out", "Model has `tie_")
+    pytest.mark.filterwarnings(f"ignore:{of}")
+    for of in (":FutureWarning", "fan_in_fan_out", "Model has `tie_", "OffloadModel streams")
 ]
 
 WORDS = 100
@@ -135,12 +136,8 @@ def make(family: Family) -> Any:
     return family.make().train()
 
 
-@pytest.mark.filterwarnings("ignore:OffloadModel streams the blocks")
 def wrap(bare: nn.Module, blocks: Any, home: Any = "cpu", *, recompute: bool = True, **more: Any) -> Any:
     choices = {"checkpoint_activation": recompute, "blocks": blocks, **more}
-    if blocks is None:
-        with pytest.warns(UserWarning, match="OffloadModel streams the blocks"):
-            return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
     return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
 
 

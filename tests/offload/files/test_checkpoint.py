@@ -22,6 +22,7 @@ from torch import nn
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.files.save_folder import SAVE
 from tests.offload.checkpoint_worker import STATES
+from tests.offload.files.test_damaged_checkpoints import equal
 from tests.offload.pair import Pair
 from tests.offload.zoo import WIDTH, build
 from tests.programs import run_program
@@ -67,16 +68,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     )
 
 
-def assert_same_state(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=0)
-    assert actual[1]["param_groups"] == expected[1]["param_groups"]
-    torch.testing.assert_close(actual[1]["state"], expected[1]["state"], rtol=0, atol=0)
-    assert torch.equal(actual[2], expected[2])
-    assert actual[3] == expected[3]
-    assert str(actual[4]) == str(expected[4])
-    assert torch.equal(actual[4][1], expected[4][1])
-
-
 @pytest.mark.parametrize("slices", [1, 7])
 def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(tmp_path: Path, home: str, slices: int) -> None:
     """With another number of slices, and from a home in memory to one on disk and back."""
@@ -93,7 +84,7 @@ def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(tmp_path: Path, 
     assert (found.step, found.extra["epoch"], optimizer.steps) == (3, 2, 3)
     schedule.load_state_dict(found.extra["schedule"])
     train(model, optimizer, schedule, range(3, 6))
-    assert_same_state(state_of(model, optimizer), expected)
+    assert equal(state_of(model, optimizer), expected)
 
 
 def test_other_tools_read_it(tmp_path: Path, home: str) -> None:

@@ -186,18 +186,9 @@ def change_json(draw: random.Random, tree: Any) -> str:
 
 def change_bytes(draw: random.Random, data: bytes) -> bytes:
     begin, count = draw.randrange(len(data) + 1), draw.choice([1, 2, 8, 64, 500])
-    drawn = draw.randbytes(count)
-    return draw.choice(
-        [
-            lambda: data[:begin],
-            lambda: data[:begin] + data[begin + count :],
-            lambda: data[:begin] + drawn + data[begin:],
-            lambda: data[:begin] + bytes(count) + data[begin + count :],
-            lambda: data[:begin] + drawn + data[begin + count :],
-            lambda: data + drawn,
-            lambda: bytes(b ^ (1 << draw.randrange(8) if k == begin else 0) for k, b in enumerate(data)),
-        ]
-    )()
+    drawn, left = draw.choice([bytes(count), draw.randbytes(count)]), data[begin + count :]
+    before = data[:begin]
+    return draw.choice([before, before + left, before + drawn + before, before + drawn + left, data + drawn])
 
 
 def damage(draw: random.Random, folder: Path, other: Path) -> str:

@@ -145,7 +145,7 @@ def test_only_tensors_missing_from_the_files_are_initialised(tmp_path: Path) -> 
 
 def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Names as a transformer of Hugging Face has them."""
-    places = {"0.": "model.embed.", "1.": "model.h.0.", "2.": "model.h.1.", "3.": "model.h.10."}
+    places = {to: beginning for beginning, to in PLACES.items()}
     return {places[name[:2]] + name[2:]: tensor for name, tensor in tensors.items()}
 
 
@@ -190,17 +190,16 @@ def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
         Pretrained(tmp_path / "weights", key_map=lambda name: "a")
 
 
-def wrong(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    del tensors["0.bias"]
-    tensors["stranger"] = torch.zeros(1)
-    tensors["3.bias"] = torch.zeros(3)
-    tensors["1.0.bias"] = torch.zeros(WIDTH, dtype=torch.complex64)
-    return tensors
-
-
 @pytest.mark.parametrize("when", ["construction", "later"])
 def test_everything_that_does_not_fit_is_named_and_nothing_is_written(when: str, tmp_path: Path) -> None:
-    write_sharded(tmp_path / "weights", wrong(saved(model_of(1))))
+    tensors = saved(model_of(1))
+    del tensors["0.bias"]
+    wrong = {
+        "stranger": torch.zeros(1),
+        "3.bias": torch.zeros(3),
+        "1.0.bias": torch.zeros(WIDTH, dtype=torch.complex64),
+    }
+    write_sharded(tmp_path / "weights", {**tensors, **wrong})
     model, bare = model_of(2), on_meta()
     before = copy.deepcopy(model.state_dict())
     load: dict[str, Callable[[], object]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.offload.fuzz.around import AuxiliaryLoss, ChunkedStep, Regularised, SetAside, TiedAround
+from tests.offload.fuzz.around import AuxiliaryLoss, Checkpointed, Regularised, SetAside, TiedAround
 from tests.offload.fuzz.gradients import NewOptimizer, Step, TrainStep, ZeroGrad
 from tests.offload.fuzz.hooks import Hook, RemoveHooks
 from tests.offload.fuzz.passes import (
@@ -45,9 +45,6 @@ EQUAL: dict[str, Program] = {
     ),
     # What was handed out is never written again.
     "gradients_set_aside_are_added_on_disk": program(*TRAIN, SetAside(seed=1), home="disk"),
-    "chunked_steps_accumulate_and_begin_from_zeros_on_disk": program(
-        ChunkedStep(), ChunkedStep(seed=1), ZeroGrad(set_to_none=False), ChunkedStep(seed=1), home="disk"
-    ),
     # What layers and hooks write.
     "a_step_in_a_hook_moves_the_weights_on_disk": program(
         Hook("accumulated", "step", None), *TRAIN, Forward(), home="disk", checkpoint=True
@@ -124,6 +121,7 @@ EQUAL: dict[str, Program] = {
         planned=(0, 1 << 20),
         updates="offload",
     ),
+    "a_model_with_blocks_runs_inside_a_reentrant_checkpoint": program(Checkpointed(reentrant=True), model="blocks"),
     # Optimizers.
     "a_weight_that_is_also_used_around_the_model_is_clipped_by_its_whole_gradient": program(
         TiedAround(at=1), Step(), updates="offload", max_norm=0.5
@@ -162,6 +160,7 @@ EQUAL: dict[str, Program] = {
 
 #: Programs that are refused.
 REFUSED: dict[str, Program] = {
+    "a_model_with_blocks_is_refused_inside_other_checkpoints": program(Checkpointed(), model="blocks"),
     "forward_mode_is_refused_or_right": program(Functional("jvp")),
     "torch_func_grad_is_refused_or_right": program(Functional("func_grad")),
     "torch_func_grad_of_a_model_with_blocks_is_refused_or_right": program(Functional("func_grad"), model="blocks"),

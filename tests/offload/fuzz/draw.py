@@ -126,29 +126,25 @@ SINGLE: list[st.SearchStrategy[Statement]] = [
 ]
 
 
-def phrase(*parts: st.SearchStrategy[Statement]) -> st.SearchStrategy[Sequence[Statement]]:
-    return st.tuples(*parts)
-
-
 single = st.one_of(SINGLE).map(lambda statement: (statement,))
 phrases: st.SearchStrategy[Sequence[Statement]] = st.one_of(
     single,
     single,
     single,
-    phrase(recorded, backwards),
-    phrase(zeros, recorded, backwards, st.just(gradients.Step())),
-    phrase(recorded, backwards, st.just(gradients.Step()), zeros),
-    phrase(recorded, recorded, backwards, backwards),
-    phrase(recorded, forwards, backwards),
-    phrase(recorded, recorded, st.just(passes.Backward((0, 1)))),
-    phrase(recorded, writes, backwards),
-    phrase(recorded, backwards, writes, st.just(gradients.Step())),
-    phrase(recorded, backwards, st.just(gradients.KeepGradients()), zeros, recorded, backwards),
-    phrase(hooked, recorded, backwards),
-    phrase(swaps, recorded, backwards),
-    phrase(swaps, zeros, recorded, backwards, st.just(gradients.Step())),
-    phrase(writes, forwards),
-    phrase(writes, recorded, backwards),
+    st.tuples(recorded, backwards),
+    st.tuples(zeros, recorded, backwards, st.just(gradients.Step())),
+    st.tuples(recorded, backwards, st.just(gradients.Step()), zeros),
+    st.tuples(recorded, recorded, backwards, backwards),
+    st.tuples(recorded, forwards, backwards),
+    st.tuples(recorded, recorded, st.just(passes.Backward((0, 1)))),
+    st.tuples(recorded, writes, backwards),
+    st.tuples(recorded, backwards, writes, st.just(gradients.Step())),
+    st.tuples(recorded, backwards, st.just(gradients.KeepGradients()), zeros, recorded, backwards),
+    st.tuples(hooked, recorded, backwards),
+    st.tuples(swaps, recorded, backwards),
+    st.tuples(swaps, zeros, recorded, backwards, st.just(gradients.Step())),
+    st.tuples(writes, forwards),
+    st.tuples(writes, recorded, backwards),
 )
 
 #: What a loop whose backward updates may hold.

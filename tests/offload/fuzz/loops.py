@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.offload.fuzz.around import ChunkedStep
 from tests.offload.fuzz.corpus import TRAIN
 from tests.offload.fuzz.gradients import Clip, KeepGradients, Step, TrainStep, UseKept, ZeroGrad
 from tests.offload.fuzz.hooks import Hook, RemoveHooks
@@ -44,6 +45,9 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
     "a state that is saved and loaded": (*TRAIN, SaveState(), Step(), LoadState(), *TRAIN),
     "a checkpoint that is saved and loaded": (
         *(TrainStep(), Checkpoint(), TrainStep(), Checkpoint(load=True), TrainStep()),
+    ),
+    "chunked steps": (
+        *(ChunkedStep(), ChunkedStep(seed=1, bare=True), ZeroGrad(set_to_none=False), ChunkedStep(seed=1), Step()),
     ),
     "a copy": (Hook("forward", "scale", None), *TRAIN, Copy(), *TRAIN, Step(), Forward()),
     "a pickle": (*TRAIN, Copy("pickle"), *TRAIN, Step(), Forward()),

@@ -17,7 +17,9 @@ from offload.streaming.lane import Arrival, CopyLane, CopyLanes
 from offload.streaming.shard import Shard
 from tests.offload.fuzz.gradients import TrainStep
 from tests.offload.fuzz.lockstep import run
-from tests.offload.fuzz.program import Program, Setup
+from tests.offload.fuzz.passes import Forward
+from tests.offload.fuzz.program import Program, Setup, Statement
+from tests.offload.fuzz.weights import KeepInMemory
 from tests.offload.late import LateLane, PromptLane, run_late
 from tests.offload.pair import Pair
 from tests.offload.scenarios.lanes import LateThread
@@ -31,36 +33,26 @@ def update_on(monkeypatch: pytest.MonkeyPatch, lane: LateLane) -> None:
     monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: lane)
 
 
+#: Models, and what trains them; each on a disk, in shards that are recomputed.
+PROGRAMS: list[tuple[dict[str, Any], tuple[Statement, ...]]] = [
+    (
+        {"model": "inplace", "microbatches": 2, "boundary": 100},
+        (TrainStep(), TrainStep(accumulate=2), TrainStep()),
+    ),
+    ({"model": "tied", "slices": 2, "updates": "offload"}, (TrainStep(), Forward(mode="eval"))),
+    (
+        {"optimizer": "adamw", "updates": "offload"},
+        (KeepInMemory((1, 2)), TrainStep(), KeepInMemory(), TrainStep(), Forward(mode="eval")),
+    ),
+]
+
+
 @fails_with("it differs from the bare model")
 def it_trains_like_the_bare_model(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     for seed in SEEDS:
-        setup = Setup(model="inplace", home="disk", checkpoint=True, microbatches=2, boundary=100, late=seed + 1)
-        outcome = run(Program(setup, (TrainStep(), TrainStep(accumulate=2), TrainStep())))
-        assert outcome.kind == "equal", f"it differs from the bare model: {outcome}"
-
-
-@fails_with("Tensor-likes are not")
-def loads_see_the_updates_of_their_homes(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    for seed in SEEDS:
-        run_late(monkeypatch, seed)
-        update_on(monkeypatch, LateLane(seed))
-        pair = Pair("sgd", f"{path}/", tied=True, slices=2)
-        for action in ("backward", "step", "zero", "eval"):
-            pair.do(action)
-
-
-@fails_with("Tensor-likes are not")
-def shards_move_after_their_updates(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    for seed in SEEDS:
-        run_late(monkeypatch, seed)
-        update_on(monkeypatch, LateLane(seed))
-        pair = Pair("adamw", f"{path}/")
-        pair.model._homes.keep_in_memory([1, 2])
-        for action in ("backward", "step", "zero"):
-            pair.do(action)
-        pair.model._homes.keep_in_memory([])
-        for action in ("backward", "step", "zero", "eval"):
-            pair.do(action)
+        for setup, statements in PROGRAMS:
+            outcome = run(Program(Setup(home="disk", checkpoint=True, late=seed + 1, looks=False, **setup), statements))
+            assert outcome.kind == "equal", f"it differs from the bare model: {outcome}"
 
 
 @fails_with("Tensor-likes are not")

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
-import os
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer
+from tests.offload.mesh.forked import fork
 from tests.offload.zoo import WIDTH, build
 
 # Python 3.12 and later warn of any fork of a process with threads, which is what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.. may lead to deadlocks:DeprecationWarning")
-
-
-def in_child(work: Callable[[], None], *, at_exit: bool = False) -> None:
-    """Runs in a forked child; fails with what it printed. ``at_exit``: it ends as a script does."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            os.write(write, traceback.format_exc().encode())
-        if at_exit:
-            import atexit
-
-            atexit._run_exitfuncs()
-        os._exit(code)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        said = pipe.read()
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0, said
 
 
 def train(model: OffloadModel) -> None:
@@ -57,7 +33,7 @@ def test_a_child_that_calls_the_model_is_told_that_it_is_forked(home: str, recom
             with pytest.raises(RuntimeError, match=r"this is a forked child of it .* Make the model in the child"):
                 call()
 
-    in_child(child)
+    assert fork(child).result()[0] == 0
     loss.backward()
     optimizer.step()
 
@@ -66,7 +42,7 @@ def test_a_child_that_calls_the_model_is_told_that_it_is_forked(home: str, recom
             model.state_dict()
 
     if home != "cpu":  # in memory, the update may be complete, which is then read
-        in_child(reads)
+        assert fork(reads).result()[0] == 0
     optimizer.synchronize()
 
 
@@ -82,11 +58,13 @@ def test_a_child_that_ends_or_collects_the_model_leaves_the_files(tmp_path: Path
     del model
 
     def child() -> None:
-        if not at_exit:
+        if at_exit:  # it ends as a script does
+            atexit._run_exitfuncs()
+        else:
             holder.clear()
             gc.collect()
 
-    in_child(child, at_exit=at_exit)
+    assert fork(child).result()[0] == 0
     assert sorted(path for path in tmp_path.rglob("*")) == before
     train(holder[0])
     holder[0].close()

@@ -194,21 +194,17 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.gradient_offload GradientOffload._send: self._synchronize()",
     ],
     training.it_trains_like_the_bare_model: [
+        "engine.homes ModelHomes._rest: self.streamer.apply_pending_updates()",
+        "streaming.streamer Streamer._fill: self._lanes.load.submit(f'L{j}', fill, arrivals + others)",
         "streaming.streamer Streamer.await_load: self.loaded[j].wait()",
         "streaming.gradient_offload GradientOffload.settle: self._synchronize(on_host=True)",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.synchronize()",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.wait()",
     ],
-    training.loads_see_the_updates_of_their_homes: [
-        "streaming.streamer Streamer._fill: self._lanes.load.submit(f'L{j}', fill, arrivals + others)",
-    ],
     training.nothing_moves_after_an_exception: [
         "streaming.streamer Streamer.reset: self._lanes.wait_idle()",
         "engine.backward Backward.abort: self.streamer.cancel()",
         "streaming.lane CopyLanes.wait_idle: lane.wait_idle()",
-    ],
-    training.shards_move_after_their_updates: [
-        "engine.homes ModelHomes._rest: self.streamer.apply_pending_updates()",
     ],
     training.the_host_waits_at_the_end_of_a_pass_and_never_before: [
         "streaming.streamer Streamer.wait_for_home_reads: arrival.synchronize()",
