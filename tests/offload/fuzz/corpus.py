@@ -69,6 +69,9 @@ EQUAL: dict[str, Program] = {
     # p.data = v between calls.
     "other_data_of_a_parameter_is_kept_on_disk": program(Write("data", 0), Reopen(), home="kept"),
     "a_vector_of_parameters_is_kept_on_disk": program(Write("vector"), Reopen(), home="kept"),
+    "shards_that_rested_in_memory_are_kept_on_disk": program(
+        *[TrainStep()] * 4, Reopen(), TrainStep(), home="kept", checkpoint=True, planned=(1 << 20, 1 << 20)
+    ),
     "other_data_between_backward_and_step_is_stepped": program(*TRAIN, Write("data"), Step(), updates="offload"),
     "an_average_that_is_evaluated_between_forward_and_backward_leaves_none_of_its_weights": program(
         *TRAIN,
