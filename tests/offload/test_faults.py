@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +22,16 @@ from tests.offload.zoo import build
 class Faults:
     """Makes the ``fatal``-th call of a method fail."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException) -> None:
         original = getattr(owner, name)
         self.calls = 0
         self.fatal = -1
 
-        def faulty(place: object, *args: object, **named: object) -> object:
+        def faulty(*args: object, **named: object) -> object:
             self.calls += 1
             if self.calls == self.fatal:
                 raise error
-            return original(place, *args, **named)
+            return original(*args, **named)
 
         monkeypatch.setattr(owner, name, faulty)
 
