@@ -570,17 +570,10 @@ def test_states_that_do_not_belong_together_are_refused_and_change_nothing() -> 
     twins = Twins("8-bit states", "cpu")
     twins.step()
     saved = twins.ours.state_dict()
-    for key, value, match in (
-        ("exp_avg:scales", None, "got torch.uint8 in shape .72, 72. and None"),
-        ("exp_avg:scales", torch.ones(3), "in shape .21,., got .* in shape .3,."),
-        ("exp_avg:8bit", torch.ones(72, 72), "of uint8 in shape .72, 72. .*, got torch.float32"),
-    ):
-        damaged = {number: dict(state) for number, state in saved["state"].items()}
-        damaged[0][key] = value
-        if value is None:
-            del damaged[0][key]
-        with pytest.raises(ValueError, match=match):
-            twins.ours.load_state_dict({**saved, "state": damaged})
+    for damage in ({"exp_avg:scales": None}, {"exp_avg:scales": torch.ones(3)}, {"exp_avg:8bit": torch.ones(72, 72)}):
+        first = {key: value for key, value in {**saved["state"][0], **damage}.items() if value is not None}
+        with pytest.raises(ValueError, match=r"in shape .* got .*"):
+            twins.ours.load_state_dict({**saved, "state": {**saved["state"], 0: first}})
     twins.assert_equal()
 
 
