@@ -311,13 +311,6 @@ def test_rows_longer_than_all_before_have_the_least_memory_and_their_excess_is_t
     assert graphs_kept(32)
 
 
-def test_a_first_step_that_exceeds_the_limit_says_so(tmp_path: Path) -> None:
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Squares()) for _ in range(DEPTH)))
-    model = OffloadModel(layers, "cpu", tmp_path, len(layers), memory="4MiB")
-    with pytest.warns(RuntimeWarning, match=r"took .* more than memory=.*first of longer rows, is not known"):
-        model(torch.randn(2, 1600, 16)).square().mean().backward()
-
-
 @pytest.mark.parametrize("ours", [False, True])
 def test_states_of_an_optimizer_of_torch_that_outgrow_the_limit_are_told_once(
     ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

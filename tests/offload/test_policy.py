@@ -58,9 +58,6 @@ def test_a_policy_holds_bytes_whatever_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"memory": "lots"}, ValueError, "memory='lots'"),
-        ({"memory": 0}, ValueError, "memory=0"),
-        ({"memory": True}, TypeError, "memory=True"),
         ({"memory": None}, TypeError, "memory=None"),
         ({"memory": {}}, ValueError, "'device', 'host' or both, got an empty mapping"),
         ({"memory": {"gpu": 1}}, ValueError, "got 'gpu'"),

@@ -217,17 +217,17 @@ def test_a_step_finishes_at_once_as_long_as_others_hold_parameters(holder: str, 
         pair.zero()
 
 
-@pytest.mark.parametrize("loop", ["item", "schedule", "scaler", "clip", "rates", "max_norm", "accumulation", "closure"])
+@pytest.mark.parametrize("loop", ["schedule", "scaler", "clip", "accumulation", "closure"])
 def test_ordinary_loops_keep_updates_pending(loop: str, tmp_path: Path) -> None:
     model = OffloadModel(build(["linear", "linear"]), "cpu", tmp_path, num_slices=4, checkpoint_activation=True)
-    ours = OffloadOptimizer(model, torch.optim.AdamW, max_norm=0.1 if loop == "max_norm" else None)
+    ours = OffloadOptimizer(model, torch.optim.AdamW)
     schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1 / (step + 1))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=loop == "scaler")
 
     def backward() -> Any:
         loss = model(torch.randn(3, WIDTH)).pow(2).mean()
         scaler.scale(loss).backward()
-        return loss.item() if loop == "item" else loss
+        return loss
 
     for step in range(4):
         ours.zero_grad()
@@ -235,8 +235,6 @@ def test_ordinary_loops_keep_updates_pending(loop: str, tmp_path: Path) -> None:
             loss = backward()  # noqa: F841, which is kept
         if loop == "clip":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if loop == "rates":
-            ours.param_groups[0]["lr"] = 0.1 / (step + 1)
         scaler.step(ours, *([backward] if loop == "closure" else []))
         scaler.update()
         if loop == "schedule":
