@@ -36,10 +36,6 @@ class Faults:
         monkeypatch.setattr(owner, name, faulty)
 
 
-def io_error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "number", "match"),
     [
@@ -62,7 +58,7 @@ def io_error(number: int) -> OSError:
 def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
     owner: type, name: str, number: int, match: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    faults = Faults(monkeypatch, owner, name, io_error(number))
+    faults = Faults(monkeypatch, owner, name, OSError(number, os.strerror(number)))
     bare = build(["linear", "inplace", "linear"])
     model = OffloadModel(
         copy.deepcopy(bare),
