@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.func import functional_call
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.optim.param_block import FUSED
-from offload.optim.state_forms import form_of, in_full
 from tests.offload.zoo import WIDTH, build
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -48,14 +45,10 @@ class Pair:
         recompute: bool = True,
         param_dtype: torch.dtype | None = None,
         gradient_bytes: int | None = None,
-        states: Any = None,
         memory: MemoryPolicy | None = None,
         **more: Any,
     ) -> None:
         kind, arguments = CLASSES[name]
-        if states is not None and kind in FUSED:
-            arguments = {**arguments, "fused": True}  # as ours: rounding magnifies the last digit
-        self.states = states
         self.max_norm = max_norm
         self.bare = build(kinds, tied=tied)
         self.model = OffloadModel(
@@ -78,13 +71,7 @@ class Pair:
             ]
             groups = [{"params": "*bias", "weight_decay": 0.0, "lr": 0.003}, {"params": "*"}]
         self.plain = kind(plain, **arguments)
-        self.ours = OffloadOptimizer(
-            self.model, kind, params=groups, max_norm=max_norm, states=states, **arguments, **more
-        )
-        form = form_of(states)
-        #: Parameters whose states are rounded; chosen once, as by ours.
-        self._rounded = [p for p in self.bare.parameters() if form is not None and form.encodes(p)]
-        self._round_states(self.plain.state)
+        self.ours = OffloadOptimizer(self.model, kind, params=groups, max_norm=max_norm, **arguments, **more)
         self.schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (self.plain, self.ours)]
         self.exact = name in ("sgd", "momentum") and max_norm is None and not tied
         self.count = 0
@@ -125,22 +112,9 @@ class Pair:
             members = [p for group in self.plain.param_groups for p in group["params"]]
             norm = torch.nn.utils.clip_grad_norm_(members, self.max_norm)
         self.plain.step()
-        self._round_states({p: state for p, state in self.plain.state.items() if p.grad is not None})
         self.ours.step()
         if self.max_norm is not None:
             torch.testing.assert_close(self.ours.last_norm, norm, rtol=1e-6, atol=1e-7)
-
-    @torch.no_grad()
-    def _round_states(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Rounds states of the plain optimizer as ours stores them."""
-        form = form_of(self.states)
-        for p, state in states.items():
-            if form is not None and any(p is rounded for rounded in self._rounded):
-                stored = dict(state)
-                form.encode(stored, p.detach())
-                for key, value in in_full(stored, p.detach()).items():
-                    if isinstance(value, torch.Tensor) and value.dim():
-                        state[key].copy_(value)
 
     def zero(self) -> None:
         self.plain.zero_grad()
@@ -187,10 +161,8 @@ class Pair:
         expected, actual = self.plain.state_dict(), self.ours.state_dict()
         assert actual["param_groups"] == expected["param_groups"]
         assert actual["state"].keys() == expected["state"].keys(), "states of other parameters"
-        parameters = [p for group in self.plain.param_groups for p in group["params"]]
         for key, state in expected["state"].items():
-            stored = actual["state"][key]
-            found = stored if self.states is None else in_full(stored, parameters[key].detach())
+            found = actual["state"][key]
             assert found.keys() == state.keys()
             for name, value in state.items():
                 self.assert_close(torch.as_tensor(found[name]), torch.as_tensor(value))

@@ -130,14 +130,13 @@ def in_fake_tensors(model: nn.Module) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "an export": (
-        lambda model: torch.export.export(model, (torch.zeros(2, WIDTH),), strict=False),
-        r"inside torch\.export|OffloadModel\.forward",
-    ),
-    "a strict export": (
-        lambda model: torch.export.export(model, (torch.zeros(2, WIDTH),), strict=True),
-        r"inside torch\.export|OffloadModel\.forward",
-    ),
+    **{
+        f"an export, strict={strict}": (
+            lambda model, strict=strict: torch.export.export(model, (torch.zeros(2, WIDTH),), strict=strict),  # type: ignore[misc]
+            r"inside torch\.export|OffloadModel\.forward",
+        )
+        for strict in (False, True)
+    },
     "a trace of jit": (
         lambda model: torch.jit.trace(model, torch.zeros(2, WIDTH)),
         r"an OffloadModel cannot run inside torch.jit.trace.*the bare module",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import offload.model
 from offload import OffloadModel, save_checkpoint
-from offload.engine.homes import ModelHomes
 from offload.files.tensor_file import TensorFile
 from offload.streaming.materialize import Materializer
 from tests.offload.interrupts import interrupted, lines_of
 from tests.offload.open_files import open_files
+from tests.offload.test_faults import Faults
 
 WIDTH, LAYERS = 8, 5
 
@@ -88,65 +88,22 @@ class StateBefore:
         assert all(type(m._parameters) is dict for m in self.model.modules())
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, k: int, error: BaseException) -> None:
-    """Makes call ``k`` of a method raise."""
-    calls = iter(range(10_000))
-    real = getattr(owner, method)
-
-    def faulty(self: Any, *args: Any, **more: Any) -> Any:
-        if next(calls) == k:
-            raise error
-        return real(self, *args, **more)
-
-    monkeypatch.setattr(owner, method, faulty)
-
-
 def wrapped(model: nn.Sequential, home: str, **more: Any) -> OffloadModel:
     return OffloadModel(model, "cpu", home, num_slices=LAYERS, checkpoint_activation=True, **more)
 
 
-def fail_when_all_moved(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    real = ModelHomes.__init__
-
-    def late(self: ModelHomes, *args: Any, **more: Any) -> None:
-        real(self, *args, **more)
-        raise error
-
-    monkeypatch.setattr(ModelHomes, "__init__", late)
-
-
-def fail_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("offload.model.return_freed_memory", broken)
-
-
-UNREADABLE = OSError(errno.EIO, "Input/output error")
-NO_THREAD = RuntimeError("can't start new thread")
-Fail = Callable[[pytest.MonkeyPatch], None]
-#: What is raised, how, and the arguments of the model.
-FAILURES: dict[str, tuple[type[BaseException], Fail, dict[str, Any]]] = {
+END = offload.model, "return_freed_memory"
+#: What is called, at which call it raises what, and the arguments of the model.
+FAILURES: dict[str, tuple[Any, str, int, BaseException, dict[str, Any]]] = {
+    **{f"no memory for shard {k}": (Materializer, "fill", k, MemoryError(), {}) for k in (1, 3, 5)},
     **{
-        f"no memory for shard {k}": (
-            MemoryError,
-            lambda p, k=k: fail_at(p, Materializer, "fill", k, MemoryError()),  # type: ignore[misc]
-            {},
-        )
-        for k in (0, 2, 4)
+        f"weight {k} is unreadable": (TensorFile, "read_into", k, OSError(errno.EIO, ""), {"pretrained": "saved"})
+        for k in (1, 4, 12)
     },
-    **{
-        f"weight {k} is unreadable": (
-            OSError,
-            lambda p, k=k: fail_at(p, TensorFile, "read_into", k, UNREADABLE),  # type: ignore[misc]
-            {"pretrained": "saved"},
-        )
-        for k in (0, 3, 11)
-    },
-    "no thread": (RuntimeError, lambda p: fail_when_all_moved(p, NO_THREAD), {}),
-    "an interrupt": (KeyboardInterrupt, lambda p: fail_when_all_moved(p, KeyboardInterrupt()), {}),
-    "split weights": (MemoryError, fail_at_the_end, {"store_dtype": "split"}),
-    "bfloat16 weights": (MemoryError, fail_at_the_end, {"store_dtype": torch.bfloat16}),
+    "no thread": (*END, 1, RuntimeError("can't start new thread"), {}),
+    "an interrupt": (*END, 1, KeyboardInterrupt(), {}),
+    "split weights": (*END, 1, MemoryError(), {"store_dtype": "split"}),
+    "bfloat16 weights": (*END, 1, MemoryError(), {"store_dtype": torch.bfloat16}),
 }
 
 
@@ -164,13 +121,12 @@ def test_a_failure_leaves_the_layers_as_they_were(
             if not tensor.is_meta:
                 tensor.add_(1)  # not what is in the file
     before, expected = StateBefore(model), None if meta else copy.deepcopy(model)
-    kind, fail, arguments = FAILURES[failure]
-    fail(monkeypatch)
+    owner, method, call, error, arguments = FAILURES[failure]
+    Faults(monkeypatch, owner, method, error).fatal = call
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(kind) as caught:
+    with pytest.raises(type(error)):
         wrapped(model, home, **arguments)
-    caught.value.with_traceback(None)  # it holds what was made
-    del caught
+    error.with_traceback(None)  # it holds what was made
     monkeypatch.undo()
     before.check()
     if home != "cpu":

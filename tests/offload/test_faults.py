@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,22 +22,18 @@ from tests.offload.zoo import build
 class Faults:
     """Makes the ``fatal``-th call of a method fail."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException) -> None:
         original = getattr(owner, name)
         self.calls = 0
         self.fatal = -1
 
-        def faulty(place: object, *args: object, **named: object) -> object:
+        def faulty(*args: object, **named: object) -> object:
             self.calls += 1
             if self.calls == self.fatal:
                 raise error
-            return original(place, *args, **named)
+            return original(*args, **named)
 
         monkeypatch.setattr(owner, name, faulty)
-
-
-def io_error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +58,7 @@ def io_error(number: int) -> OSError:
 def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
     owner: type, name: str, number: int, match: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    faults = Faults(monkeypatch, owner, name, io_error(number))
+    faults = Faults(monkeypatch, owner, name, OSError(number, os.strerror(number)))
     bare = build(["linear", "inplace", "linear"])
     model = OffloadModel(
         copy.deepcopy(bare),

@@ -11,14 +11,6 @@ from offload import MemoryPolicy, OffloadModel
 from tests.offload.zoo import WIDTH, build
 
 
-def make(home: str = "cpu", slots: int = 4) -> tuple[nn.Sequential, OffloadModel]:
-    bare = build(["linear", "linear"])
-    layers = copy.deepcopy(bare)
-    return bare, OffloadModel(
-        layers, "cpu", home, num_slices=4, memory=MemoryPolicy.fixed(slots=slots), checkpoint_activation=True
-    )
-
-
 def batch() -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -37,7 +29,11 @@ def loads(model: OffloadModel) -> int:
 
 
 def test_with_frozen_weights_inference_loads_nothing_once_all_fits(home: str) -> None:
-    bare, model = make(home)
+    bare = build(["linear", "linear"])
+    model, tight = (
+        OffloadModel(copy.deepcopy(bare), "cpu", home, 4, True, memory=MemoryPolicy.fixed(slots=slots))
+        for slots in (4, 3)
+    )
     held = list(model.parameters())  # a list of parameters does not matter
     with model.frozen_weights():
         assert [loads(model) for _ in range(4)] == [4, 0, 0, 0]
@@ -47,7 +43,6 @@ def test_with_frozen_weights_inference_loads_nothing_once_all_fits(home: str) ->
         model.eval()
         assert loads(model) == 0
     assert [loads(model) for _ in range(2)] == [4, 4]  # outside, they might have been written to
-    _, tight = make(home, slots=3)
     with tight.frozen_weights():
         assert [loads(tight) for _ in range(3)][1:] == [2, 2]  # the cache of a cycle that does not fit
     del held

@@ -17,17 +17,13 @@ from tests.offload.pair import Pair, pending
 from tests.offload.zoo import WIDTH, build
 
 
-def model_at(home: str, **more: Any) -> OffloadModel:
-    return OffloadModel(build(["linear", "linear"]), "cpu", home, num_slices=2, checkpoint_activation=True, **more)
-
-
 def backward(model: OffloadModel) -> None:
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
     model(x).pow(2).mean().backward()
 
 
 def test_updates_in_backward_end(home: str) -> None:
-    model = model_at(home)
+    model = OffloadModel(build(["linear", "linear"]), "cpu", home, 2, True)
     optimizer: Any = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
     assert model.updates_in_backward
     with pytest.raises(ValueError, match="has an optimizer with update_in_backward=True already"):

@@ -58,9 +58,6 @@ def test_a_policy_holds_bytes_whatever_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"memory": "lots"}, ValueError, "memory='lots'"),
-        ({"memory": 0}, ValueError, "memory=0"),
-        ({"memory": True}, TypeError, "memory=True"),
         ({"memory": None}, TypeError, "memory=None"),
         ({"memory": {}}, ValueError, "'device', 'host' or both, got an empty mapping"),
         ({"memory": {"gpu": 1}}, ValueError, "got 'gpu'"),
@@ -181,35 +178,30 @@ def test_the_memory_of_a_model_that_ended_is_free_for_others(
     assert granted().nbytes == 900 * MIB
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
 def test_an_accelerator_and_the_host_have_limits_of_their_own(
-    free: dict[torch.device, int], on_disk: bool, monkeypatch: pytest.MonkeyPatch
+    free: dict[torch.device, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload.limits, "capacity", lambda place: 1 << 40)
     free[GPU] = 2000 * MIB
     layers, layer = [nn.Linear(512, 512) for _ in range(4)], 4 * 512 * 513
 
-    def limits_of(memory: Any) -> MemoryLimits:
+    def limits_of(memory: Any, *, on_disk: bool = False) -> tuple[int, int]:
         arguments = memory_of(memory, plans=False)
         needs = Needs(layers, None, device=GPU, on_disk=on_disk, param_dtype=None)
         made = limits_for(arguments, layout_of(arguments, needs, None, None)[0], needs, Meter(CPU))
         assert made is not None
-        return made
+        return made.device.nbytes, made.host.nbytes
 
-    one = limits_of("64MiB")
-    assert one.device.nbytes == 64 * MIB
     # One number is for the compute device. Homes in host memory are the model's own.
-    assert one.host.nbytes == 900 * MIB + (0 if on_disk else 8 * layer)
-    one.release()
-    both = limits_of({"device": "auto", "host": "64MiB"})
-    assert (both.device.nbytes, both.host.nbytes) == (1800 * MIB, 64 * MIB)
-    with pytest.raises(ValueError, match=f"at least {shown_bytes(4 * layer)} of the memory of cuda:0"):
-        limits_of(1000)
-    if on_disk:
-        assert limits_of({"host": 1000}).host.nbytes == 1000
-    else:
-        with pytest.raises(ValueError, match=f"at least {shown_bytes(8 * layer)} of host memory.* pass a directory"):
-            limits_of({"host": 1000})
+    assert limits_of("64MiB") == (64 * MIB, 900 * MIB + 8 * layer)
+    assert limits_of({"device": "auto", "host": "64MiB"}) == (1800 * MIB, 64 * MIB)
+    assert limits_of({"host": 1000}, on_disk=True)[1] == 1000
+    for memory, words in (
+        (1000, f"{shown_bytes(4 * layer)} of the memory of cuda:0"),
+        ({"host": 1000}, f"{shown_bytes(8 * layer)} of host memory.* pass a directory"),
+    ):
+        with pytest.raises(ValueError, match=f"at least {words}"):
+            limits_of(memory)
 
 
 def test_the_log_has_the_plan_that_was_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

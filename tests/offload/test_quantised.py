@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import offload.model
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
 from offload.storage.disk import DiskTier
 from tests.offload.quantised import (
@@ -27,7 +28,7 @@ from tests.offload.quantised import (
     tower,
     train,
 )
-from tests.offload.test_failed_construction import fail_when_all_moved
+from tests.offload.test_faults import Faults
 
 ADAPTERS = ["*.down.*", "*.up.*"]
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -219,7 +220,7 @@ def test_a_construction_that_fails_gives_quantised_weights_back(
 ) -> None:
     model, x = layers(kind), torch.ones(1, WIDTH)
     expected = model(x)
-    fail_when_all_moved(monkeypatch, OSError("full"))
+    Faults(monkeypatch, offload.model, "return_freed_memory", OSError("full")).fatal = 1
     with pytest.raises(OSError, match="full"):
         OffloadModel(model, "cpu", os.fspath(tmp_path) + os.sep, checkpoint_activation=True)
     monkeypatch.undo()

@@ -117,7 +117,7 @@ def optimizers_of(model: Any, name: Any) -> Any:
     return [OPTIMIZERS[name](model.bag.parameters()), torch.optim.SGD(model.top.parameters(), 0.1)]
 
 
-def train_plainly(model: Any, optimizers: Any, count: Any, size: Any) -> None:
+def train_plainly(model: Any, optimizers: Any, count: Any, size: Any, device: str = "cpu") -> None:
     torch.manual_seed(4)
     data = batches(count)
     for start in range(0, count, size):
@@ -125,7 +125,7 @@ def train_plainly(model: Any, optimizers: Any, count: Any, size: Any) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         for batch in window:
-            (model(batch)[0].sum() / len(window)).backward()
+            (model({key: value.to(device) for key, value in batch.items()})[0].sum() / len(window)).backward()
         for optimizer in optimizers:
             optimizer.step()
 
@@ -196,13 +196,7 @@ def test_on_cuda_a_pipeline_that_prefetches_rows_trains_the_same_table(home: Any
     reference, model = Model(theirs).cuda(), Model(ours).cuda()
     for module in (reference, model):
         module.top.eval()  # the generators of the two devices are not in question here
-    train = optimizers_of(reference, "adagrad")
-    for batch in batches(12):
-        for optimizer in train:
-            optimizer.zero_grad()
-        reference({key: value.cuda() for key, value in batch.items()})[0].sum().backward()
-        for optimizer in train:
-            optimizer.step()
+    train_plainly(reference, optimizers_of(reference, "adagrad"), 12, 1, "cuda")
     pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "adagrad"), "cuda")
     iterator = iter([{key: value.pin_memory() for key, value in batch.items()} for batch in batches(12)])
     for _ in range(12):

@@ -54,6 +54,9 @@ EQUAL: dict[str, Program] = {
     ),
     # p.data = v between calls.
     "other_data_of_a_parameter_is_kept_on_disk": program(Write("data", 0), Reopen(), home="kept"),
+    "shards_that_rested_in_memory_are_kept_on_disk": program(
+        *[TrainStep()] * 4, Reopen(), TrainStep(), home="kept", checkpoint=True, planned=(1 << 20, 1 << 20)
+    ),
     "other_data_between_backward_and_step_is_stepped": program(*TRAIN, Write("data"), Step(), updates="offload"),
     "other_data_is_used_outside_of_the_model_before_it_is_home": program(Write("data"), Regularised(first=True)),
     "frozen_layers_that_no_backward_reaches_may_be_written": program(

@@ -41,7 +41,6 @@ WITH_UPDATES = ["zero", "model.zero", "eval", "schedule"]
 @given(
     name=st.sampled_from(sorted(CLASSES)),
     max_norm=st.sampled_from([None, 0.2, 1e3]),
-    states=st.sampled_from([None, None, torch.bfloat16, "8bit"]),
     on_disk=st.booleans(),
     tied=st.booleans(),
     grouped=st.booleans(),
@@ -57,7 +56,6 @@ WITH_UPDATES = ["zero", "model.zero", "eval", "schedule"]
 def test_any_sequence_trains_like_the_plain_optimizer(
     name: str,
     max_norm: float | None,
-    states: Any,
     on_disk: bool,
     tied: bool,
     grouped: bool,
@@ -73,16 +71,13 @@ def test_any_sequence_trains_like_the_plain_optimizer(
     if backwards is not None:
         max_norm = None
         actions = [a for count in backwards for a in (*["accumulate"] * (count - 1), "backward", "step", "zero")]
-    if states is not None:  # clipping rounds a last digit in another way, which rounding of states magnifies
-        max_norm, name, tied = None, "adamw" if name == "adafactor" else name, False
     # A digit that an update rounds in another way than the plain one becomes a difference of 16-bit numbers, so both
     # must be exact. And a tied parameter is cast once in the bare model, whose gradient is then summed in 16 bits.
-    half = half and name in ("sgd", "momentum") and max_norm is None and not tied and states is None
+    half = half and name in ("sgd", "momentum") and max_norm is None and not tied
     if name in ("adafactor", "asgd", "sgd", "adagrad"):
         grouped = False  # they take no weight_decay of this form, or need none
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", update_block_bytes)
-        patch.setattr(offload.optim.state_forms, "LEAST_ELEMENTS", 32)
         if late is not None:
             run_late(patch, late)
             patch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(late + 7))
@@ -95,7 +90,6 @@ def test_any_sequence_trains_like_the_plain_optimizer(
             slices=slices,
             recompute=recompute,
             param_dtype=torch.bfloat16 if half else None,
-            states=states,
             update_in_backward=backwards is not None,
         )
         for action in ["backward", "step", *actions] if backwards is None else actions:
@@ -197,12 +191,6 @@ def test_what_a_collected_model_left_pending_ends_with_the_layers(tmp_path: Path
         pair.assert_close(got, expected)
     gc.collect()
     assert not open_files(tmp_path)
-    pair = Pair("adamw", f"{tmp_path}/")
-    pair.backward()
-    pair.step()
-    del pair
-    gc.collect()
-    assert not open_files(tmp_path)
 
 
 HOLDERS: dict[str, Callable[[OffloadModel], Any]] = {
@@ -229,17 +217,17 @@ def test_a_step_finishes_at_once_as_long_as_others_hold_parameters(holder: str, 
         pair.zero()
 
 
-@pytest.mark.parametrize("loop", ["item", "schedule", "scaler", "clip", "rates", "max_norm", "accumulation", "closure"])
+@pytest.mark.parametrize("loop", ["schedule", "scaler", "clip", "accumulation", "closure"])
 def test_ordinary_loops_keep_updates_pending(loop: str, tmp_path: Path) -> None:
     model = OffloadModel(build(["linear", "linear"]), "cpu", tmp_path, num_slices=4, checkpoint_activation=True)
-    ours = OffloadOptimizer(model, torch.optim.AdamW, max_norm=0.1 if loop == "max_norm" else None)
+    ours = OffloadOptimizer(model, torch.optim.AdamW)
     schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1 / (step + 1))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=loop == "scaler")
 
     def backward() -> Any:
         loss = model(torch.randn(3, WIDTH)).pow(2).mean()
         scaler.scale(loss).backward()
-        return loss.item() if loop == "item" else loss
+        return loss
 
     for step in range(4):
         ours.zero_grad()
@@ -247,8 +235,6 @@ def test_ordinary_loops_keep_updates_pending(loop: str, tmp_path: Path) -> None:
             loss = backward()  # noqa: F841, which is kept
         if loop == "clip":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if loop == "rates":
-            ours.param_groups[0]["lr"] = 0.1 / (step + 1)
         scaler.step(ours, *([backward] if loop == "closure" else []))
         scaler.update()
         if loop == "schedule":

@@ -16,21 +16,10 @@ from offload.planning.plan import CELLS, Kind
 from tests.offload.planning.proof import validate
 
 
-def make(tmp_path: Path) -> OffloadModel:
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    return OffloadModel(
-        layers,
-        "cpu",
-        tmp_path / "home",
-        num_slices=4,
-        checkpoint_activation=True,
-        num_microbatches=2,
-        memory=MemoryPolicy.fixed(boundary_bytes=0),
-    )
-
-
 def test_compute_follows_the_plan_and_lanes_copy_what_it_says(tmp_path: Path) -> None:
-    model = make(tmp_path)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    memory = MemoryPolicy.fixed(boundary_bytes=0)
+    model = OffloadModel(layers, "cpu", tmp_path / "home", 4, True, num_microbatches=2, memory=memory)
     with model.trace(tmp_path / "step.json") as events:
         model(torch.randn(6, 8)).sum().backward()
     plan = model.plan()
@@ -50,6 +39,18 @@ def test_compute_follows_the_plan_and_lanes_copy_what_it_says(tmp_path: Path) ->
             first_use.setdefault(event.token[1], event.begin)
     loads = {e.token[1:]: e.end for e in reversed(events) if e.track == "load lane"}
     assert all(loads[j] <= begin for j, begin in first_use.items())
+    # The file is what Perfetto reads.
+    entries = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    names = {entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
+    assert names == {"compute", "load lane", "drain lane", "boundary lane"}
+    counters: dict[str, list[int]] = {}
+    for entry in entries:
+        if entry["ph"] == "C":
+            counters.setdefault(entry["name"], []).append(entry["args"]["bytes"])
+    assert max(counters["bytes on device"]) == model.statistics().peak_device_bytes
+    weights = 4 * (64 * 4 + 64)  # each parameter begins at a multiple of 64 bytes
+    assert (counters["bytes at home"][0], counters["bytes at home"][-1]) == (weights, 2 * weights)
+    assert all(entry["dur"] >= 0 for entry in entries if entry["ph"] == "X")
 
 
 @pytest.mark.parametrize(
@@ -87,20 +88,3 @@ def test_a_step_does_what_its_plan_said_before_as_soon_as_sizes_are_known(
     kinds, policy = {action.kind for action in model.plan(7).actions}, settings["memory"]
     assert (Kind.FORWARD_KEPT in kinds) == (bool(policy.graph_bytes) or "checkpoint_activation" in settings)
     assert (Kind.SPILL in kinds) == (policy.boundary_bytes < 10_000 and "checkpoint_activation" not in settings)
-
-
-def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
-    model = make(tmp_path)
-    with model.trace(tmp_path / "step.json"):
-        model(torch.randn(6, 8)).sum().backward()
-    entries = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    names = {entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
-    assert names == {"compute", "load lane", "drain lane", "boundary lane"}
-    counters: dict[str, list[int]] = {}
-    for entry in entries:
-        if entry["ph"] == "C":
-            counters.setdefault(entry["name"], []).append(entry["args"]["bytes"])
-    assert max(counters["bytes on device"]) == model.statistics().peak_device_bytes
-    weights = 4 * (64 * 4 + 64)  # each parameter begins at a multiple of 64 bytes
-    assert (counters["bytes at home"][0], counters["bytes at home"][-1]) == (weights, 2 * weights)
-    assert all(entry["dur"] >= 0 for entry in entries if entry["ph"] == "X")
