@@ -2,6 +2,8 @@
 
 import copy
 from functools import partial
+from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,33 +13,9 @@ from torch import nn
 from pipe import Pipe
 from pipe.balance import balance_by_size, balance_by_time, profile
 from pipe.balance.profile import profile_sizes, profile_times
-from pipe.skip import pop, skippable, stash
+from tests.pipe.test_pipe import Pop, Stash
 
 CPU = torch.device("cpu")
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Any) -> Any:
-        yield stash("skip", x * 1)
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Any) -> Any:
-        skip = yield pop("skip")
-        return x + skip
-
-
-class FakeTime:
-    """A clock that layers set forward."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> Any:
-        return self.now
 
 
 class Costly(nn.Module):
@@ -49,19 +27,20 @@ class Costly(nn.Module):
         return Costly(self.clock, self.seconds)
 
     def forward(self, x: Any) -> Any:
-        self.clock.now += self.seconds
+        self.clock.now += next(self.seconds)
         return x * 1
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    fake = FakeTime()
+    """A clock that layers set forward."""
+    fake = SimpleNamespace(now=0.0, perf_counter=lambda: fake.now)
     monkeypatch.setattr(profile, "time", fake)
     return fake
 
 
 def test_balance_by_time_levels_the_times(clock: Any) -> None:
-    model = nn.Sequential(*(Costly(clock, seconds) for seconds in (1, 1, 1, 1, 1, 6)))
+    model = nn.Sequential(*(Costly(clock, repeat(seconds)) for seconds in (1, 1, 1, 1, 1, 6)))
     assert balance_by_time(2, model, torch.ones(1, 1), timeout=0, device="cpu") == [5, 1]
     assert balance_by_time(3, model, torch.ones(1, 1), timeout=0, device="cpu") == [2, 3, 1]
 
@@ -69,15 +48,7 @@ def test_balance_by_time_levels_the_times(clock: Any) -> None:
 def test_times_are_the_median_of_the_rounds_that_fit_after_a_first(clock: Any) -> None:
     seconds = iter([100, 1, 9, 2])
 
-    class Varying(Costly):
-        def __deepcopy__(self, memo: Any) -> Any:
-            return self
-
-        def forward(self, x: Any) -> Any:
-            clock.now += next(seconds)
-            return x
-
-    model = nn.Sequential(Varying(clock, 0))
+    model = nn.Sequential(Costly(clock, seconds))
     assert profile_times(model, torch.ones(1, 1), 112, CPU) == [2_000_000]
     assert next(seconds, None) is None
 
@@ -155,14 +126,6 @@ class Keeps(nn.Linear):
     def forward(self, x: Any) -> Any:
         self.kept: list[Any] = [super().forward(x)]
         return self.kept[0]
-
-
-class Hides(Keeps):
-    def forward(self, x: Any) -> Any:
-        output = super().forward(x)
-        self.kept = [type("Plot", (), {})()]
-        self.kept[0].output = output
-        return output
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")

@@ -38,11 +38,8 @@ def test_defect_pipe_12_no_partition_has_a_smaller_maximum_and_none_as_small_is_
     assert blocks == solve(costs, partitions)
 
 
-def test_the_worst_case_of_the_heuristic() -> None:
+def test_the_worst_case_of_a_heuristic_and_ties_are_cut_early_and_evenly() -> None:
     assert [len(block) for block in solve([1, 1, 1, 1, 1, 6], 2)] == [5, 1]
-
-
-def test_ties_are_cut_early_and_evenly() -> None:
     assert solve([1, 1, 1, 1, 1], 2) == [[1, 1], [1, 1, 1]]
     assert solve([0, 0, 0], 2) == [[0], [0, 0]]
     assert solve([5, 1, 1, 1, 1], 3) == [[5], [1, 1], [1, 1]]

@@ -23,6 +23,7 @@ from pipe.stream import (
     use_stream,
     wait_stream,
 )
+from tests.pipe.test_checkpoint import Log
 
 CPU = torch.device("cpu")
 
@@ -38,61 +39,37 @@ def test_streams_of_the_cpu_are_one_placeholder_and_all_cpus_one_device() -> Non
 
 @pytest.mark.parametrize("function", [Copy, Wait])
 class TestBoth:
-    def test_values_and_gradients_pass(self, function: Any) -> None:
-        x, y = torch.randn(3, requires_grad=True), torch.randn(2, requires_grad=True)
-        a, b = function.apply(CPUStream, CPUStream, x, y)
+    def test_values_and_gradients_pass_and_an_absent_gradient_stays_absent(self, function: Any) -> None:
+        x, y, z = (torch.randn(n, requires_grad=True) for n in (3, 2, 1))
+        a, b, _ = function.apply(CPUStream, CPUStream, x, y, z)
         assert torch.equal(a, x)
         (a.sum() * 2 + b.sum() * 3).backward()
-        assert x.grad.tolist() == [2.0] * 3
-        assert y.grad.tolist() == [3.0] * 2
+        assert (x.grad.tolist(), y.grad.tolist(), z.grad) == ([2.0] * 3, [3.0] * 2, None)
 
     def test_only_what_needed_a_gradient_needs_one(self, function: Any) -> None:
-        tensors = (
-            torch.ones(1, requires_grad=True),
-            torch.ones(1),
-            torch.arange(2),
-            torch.ones(1, dtype=torch.complex64),
-        )
-        assert [t.requires_grad for t in function.apply(CPUStream, CPUStream, *tensors)] == [True, False, False, False]
-
-    def test_an_absent_gradient_stays_absent_and_without_grad_mode_there_is_no_graph(self, function: Any) -> None:
-        x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-        function.apply(CPUStream, CPUStream, x, y)[1].backward()
-        assert x.grad is None
-        with torch.no_grad():
-            assert not function.apply(CPUStream, CPUStream, x)[0].requires_grad
+        leaf, number = torch.ones(1, requires_grad=True), torch.ones(1, dtype=torch.complex64)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                found = function.apply(CPUStream, CPUStream, leaf, torch.ones(1), torch.arange(2), number)
+            assert [t.requires_grad for t in found] == [grad, False, False, False]
 
 
-class FakeStream:
-    """Stands for a CUDA stream; the functions of ``pipe.stream`` are replaced by ones that log."""
-
-    def __init__(self, name: Any) -> None:
-        self.name = name
-
-    def __repr__(self) -> Any:
-        return self.name
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Any:
-    events = []
+def test_a_copy_runs_on_both_copy_streams_and_tells_the_allocator_in_both_directions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
 
     @contextlib.contextmanager
     def use(s: Any) -> Any:
-        events.append(f"use {s}")
+        log.append(f"use {s}")
         yield
 
     monkeypatch.setattr(copies, "use_stream", use)
-    monkeypatch.setattr(copies, "wait_stream", lambda source, target: events.append(f"{source} waits for {target}"))
     monkeypatch.setattr(copies, "get_device", lambda s: CPU)
-    monkeypatch.setattr(copies, "record_stream", lambda tensor, s: events.append(f"{tensor.tolist()} read on {s}"))
+    monkeypatch.setattr(copies, "record_stream", lambda tensor, s: log.append(f"{tensor.tolist()} read on {s}"))
     monkeypatch.setattr(copies, "current_stream", lambda device: "compute")
-    return events
-
-
-def test_a_copy_runs_on_both_copy_streams_and_tells_the_allocator_in_both_directions(log: Any) -> None:
     x = torch.zeros(1, requires_grad=True)
-    (y,) = Copy.apply(FakeStream("a"), FakeStream("b"), x)
+    (y,) = Copy.apply("a", "b", x)
     assert log == ["use a", "use b", "[0.0] read on a", "[0.0] read on compute"]
     log.clear()
     y.backward(torch.ones(1))
@@ -108,7 +85,7 @@ class Timeline:
         def logged(name: Any) -> Any:
             def function(value: Any, prev: Any, to: Any) -> Any:
                 events.append(f"{name} {prev}>{to}")
-                return map_tensors(lambda t: Logged.apply(events, f"{name} {to}>{prev}", t), value)
+                return map_tensors(lambda t: Log.apply(events, f"{name} {to}>{prev}", t), value)
 
             return function
 
@@ -120,7 +97,7 @@ class Timeline:
 
             def forward(self, x: Any) -> Any:
                 events.append(f"run {self.name}")
-                return Logged.apply(events, f"back {self.name}", x * self.weight)
+                return Log.apply(events, f"back {self.name}", x * self.weight)
 
         monkeypatch.setattr(pipeline, "copy", logged("copy"))
         monkeypatch.setattr(pipeline, "wait", logged("wait"))
@@ -133,18 +110,6 @@ class Timeline:
     def take(self) -> Any:
         events, self.events[:] = list(self.events), []
         return events
-
-
-class Logged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, events: Any, name: Any, x: Any) -> Any:
-        ctx.events, ctx.name = events, name
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        ctx.events.append(ctx.name)
-        return None, None, gradient
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

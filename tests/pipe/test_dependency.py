@@ -70,15 +70,6 @@ def test_values_and_gradients_pass_unchanged() -> None:
     assert x.grad is None  # only the joined was used
 
 
-def test_without_grad_mode_tensors_pass_as_they_are() -> None:
-    x = torch.rand(1, requires_grad=True)
-    with torch.no_grad():
-        x2, phony = fork(x)
-        assert x2 is x
-        assert not phony.requires_grad
-        assert join(x, phony) is x
-
-
 @pytest.mark.parametrize("needs", [False, True])
 def test_the_joined_needs_a_gradient_if_the_forked_does(needs: Any) -> None:
     a, b = torch.rand(1, requires_grad=needs), torch.rand(1)
@@ -87,6 +78,11 @@ def test_the_joined_needs_a_gradient_if_the_forked_does(needs: Any) -> None:
     assert join(b, phony).requires_grad is needs
     x = torch.arange(3)
     assert join(x, phony) is x
+    with torch.no_grad():
+        same, phony = fork(a)
+        assert same is a
+        assert not phony.requires_grad
+        assert join(a, phony) is a
 
 
 def test_a_phony_does_not_keep_its_fork_alive_longer_than_the_graph() -> None:

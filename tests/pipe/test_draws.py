@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from pipe import Pipe
-from pipe.recompute.generators import generators_in
-from pipe.recompute.replay import Replay
 
 WIDTH = 4
 DEVICES = ["cpu:0", "cpu:1"]
@@ -146,21 +144,3 @@ def test_a_generator_of_a_layer_draws_the_same_in_its_recomputation(
     assert after == following
     for p, q in zip(got, expected, strict=True):
         torch.testing.assert_close(p, q)
-
-
-def test_each_generator_is_found_once_and_what_has_no_state_is_left_alone() -> None:
-    layer = nn.Linear(1, 1)
-    layer.first = layer.second = generator = torch.Generator()
-    layer.system = random.SystemRandom()
-    layer.pair = {"a": generator, "b": random.Random(0)}
-    assert generators_in([layer, layer]) == [generator, layer.pair["b"]]
-
-
-def test_a_rewound_replay_leaves_generators_as_they_were() -> None:
-    generator = random.Random(1)
-    replay = Replay.capture((), [generator])
-    state = torch.get_rng_state()
-    drawn = generator.random(), torch.rand(2)
-    replay.take_back()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert generator.random() == drawn[0]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 
-from pipe import Pipe, skip, stream, threads
+from pipe import Pipe, stream, threads
 from pipe.copy import Copy, Wait
 from pipe.stream import CPUStream, wait_stream
 from pipe.threads import Future, Threads
@@ -20,13 +20,14 @@ from pipe.torch_private import amp
 from pipe.train.lane import InlineLane, Ticket
 from tests.late_cuda import LateCuda, LateEvent, LateStream
 from tests.pipe.test_copy import Timeline
+from tests.pipe.test_pipe import Pop, Stash
 from tests.waits import fails_with, find_sites, is_value_used, take_out
 
 # --- streams --------------------------------------------------------------------------------------------------------
 
 
 @fails_with("read before it was written")
-def a_stream_reads_what_another_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_stream_and_the_cpu_read_what_another_stream_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, a, b = LateCuda(monkeypatch), LateStream(), LateStream()
     boundary, read = torch.zeros(3), torch.zeros(3)
     with cuda.on(a):
@@ -35,16 +36,10 @@ def a_stream_reads_what_another_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     with cuda.on(b):
         cuda.launch(lambda: read.copy_(boundary))
     b.synchronize()
-    assert (read == 7).all(), "read before it was written"
-
-
-@fails_with("read before it was written")
-def the_cpu_reads_what_a_stream_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, a, boundary = LateCuda(monkeypatch), LateStream(), torch.zeros(3)
     with cuda.on(a):
-        cuda.launch(lambda: boundary.fill_(7))
+        cuda.launch(lambda: boundary.fill_(9))
     wait_stream(CPUStream, a)
-    assert (boundary == 7).all(), "read before it was written"
+    assert (*read.tolist(), *boundary.tolist()) == (7,) * 3 + (9,) * 3, "read before it was written"
 
 
 @fails_with("the allocator does not know the user")
@@ -100,19 +95,6 @@ def a_copy_tells_the_allocator_who_uses_its_ends(monkeypatch: pytest.MonkeyPatch
     assert log == [source, CPUStream], "the allocator does not know the users"
 
 
-@skip.skippable(stash=["x"])
-class Stash(nn.Module):
-    def forward(self, x: Any) -> Any:
-        yield skip.stash("x", x)
-        return x
-
-
-@skip.skippable(pop=["x"])
-class Pop(nn.Module):
-    def forward(self, x: Any) -> Any:
-        return x + (yield skip.pop("x"))
-
-
 @fails_with("a copy lacks a wait")
 def a_pipe_waits_on_both_sides_of_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = Timeline(monkeypatch, "never")
@@ -139,14 +121,6 @@ class Thread:
         self.joined = True
 
 
-@fails_with("a thread was not joined")
-def threads_have_ended_when_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool: Any = Threads(1, "test")
-    pool._started.append(Thread())
-    pool.close(wait=True)
-    assert pool._started[0].joined, "a thread was not joined"
-
-
 # --- lanes of the train pipelines -----------------------------------------------------------------------------------
 
 
@@ -163,23 +137,14 @@ class Opens:
     def release(self) -> None: ...
 
 
-def late_ticket() -> Any:
-    ticket = Ticket()
-    ticket._gate = Opens(lambda: ticket.run(lambda: 7))
-    ticket._value = None  # what its memory holds before the job
-    return ticket
-
-
 @fails_with("the value was read before the job ran")
 def a_ticket_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert late_ticket().wait() == 7, "the value was read before the job ran"
-
-
-@fails_with("the host went on before the job ran")
-def a_ticket_is_waited_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticket = late_ticket()
-    ticket.synchronize()
-    assert ticket._value == 7, "the host went on before the job ran"
+    for wait in (Ticket.wait, Ticket.synchronize):
+        ticket: Any = Ticket()
+        ticket._gate = Opens(lambda ticket=ticket: ticket.run(lambda: 7))
+        ticket._value = None  # what its memory holds before the job
+        wait(ticket)
+        assert ticket._value == 7, "the value was read before the job ran"
 
 
 @fails_with("read before the lane wrote it")
@@ -259,20 +224,23 @@ def the_scale_of_a_grad_scaler_arrives_before_it_is_used(monkeypatch: pytest.Mon
 
 
 @fails_with("running work was not waited for")
-def the_interpreter_ends_after_work_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools: Any = [Threads(1, "test"), Threads(1, "test", exit_seconds=1)]
+def close_and_exit_come_after_work_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: Any = [Threads(1, "test"), Threads(1, "test", exit_seconds=1), Threads(1, "closed")]
     for pool in pools:
         pool._started.append(Thread())
-    monkeypatch.setattr(threads, "_alive", pools)
+    monkeypatch.setattr(threads, "_alive", pools[:2])
     threads._finish_work()
-    assert all(pool._started[0].joined for pool in pools), "running work was not waited for"
+    (closed,) = pools[2]._started
+    pools[2].close(wait=True)
+    assert closed.joined, "running work was not waited for"
+    assert all(pool._started[0].joined for pool in pools[:2]), "running work was not waited for"
 
 
 WAITS = {
     "pipe.stream": {
         "wait_stream": [
-            ("source.wait_stream(target)", a_stream_reads_what_another_wrote),
-            ("target.synchronize()", the_cpu_reads_what_a_stream_wrote),
+            ("source.wait_stream(target)", a_stream_and_the_cpu_read_what_another_stream_wrote),
+            ("target.synchronize()", a_stream_and_the_cpu_read_what_another_stream_wrote),
         ],
         "record_stream": [("storage.record_stream(stream)", the_allocator_is_told_of_the_whole_storage)],
     },
@@ -301,7 +269,7 @@ WAITS = {
         ],
         "Ticket.wait": [("self.succeeded()", a_ticket_is_waited_for)],
         "Ticket.synchronize": [
-            ("super().wait()", a_ticket_is_waited_for_on_the_host),
+            ("super().wait()", a_ticket_is_waited_for),
             ("self._event.synchronize()", the_host_comes_after_what_a_lane_issued),
         ],
     },
@@ -317,9 +285,9 @@ WAITS = {
         "Outcome.wait": [("self.wait_idle()", waits_end_after_the_work)],
         "Future.run_or_wait": [("self.wait()", waits_end_after_the_work)],
         "Future.cancel": [("self.wait_idle()", waits_end_after_the_work)],
-        "Threads.close": [("thread.join()", threads_have_ended_when_they_are_closed)],
+        "Threads.close": [("thread.join()", close_and_exit_come_after_work_that_runs)],
         "Threads.wait_idle": [("barrier.wait_idle()", a_thread_is_idle_after_all_its_work)],
-        "_finish_work": [("thread.join(pool._exit_seconds)", the_interpreter_ends_after_work_that_runs)],
+        "_finish_work": [("thread.join(pool._exit_seconds)", close_and_exit_come_after_work_that_runs)],
     },
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, RUF100
 
 from pipe import NoChunk, Pipe
-from pipe.loss import micro_losses
+from tests.pipe.test_pipe import Returns
 
 CLASSES = 5
 WEIGHT = torch.tensor([1.0, 10.0, 0.1, 3.0, 5.0], dtype=torch.float64)
@@ -62,43 +62,6 @@ def check_step(
         torch.testing.assert_close(p.grad, q.grad)
 
 
-BY_TARGETS: dict[str, tuple[LossFn, Callable[[int], Any]]] = {
-    "padding": (nn.CrossEntropyLoss(), indices),
-    "another padding": (nn.CrossEntropyLoss(ignore_index=1), lambda rows: torch.arange(rows) % 2),
-    "class weights": (nn.CrossEntropyLoss(weight=WEIGHT), lambda rows: torch.arange(rows) % CLASSES),
-    "both": (nn.CrossEntropyLoss(weight=WEIGHT), indices),
-    "a class of weight 0": (
-        nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1, 1, 1, 1], dtype=torch.float64)),
-        lambda rows: torch.arange(rows) // 3,
-    ),
-    "label smoothing": (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.2), indices),
-    "probabilities": (nn.CrossEntropyLoss(weight=WEIGHT), probabilities),
-    "negative log likelihood": (nn.NLLLoss(weight=WEIGHT), indices),
-    "function": (F.cross_entropy, indices),
-    "partial function": (functools.partial(F.cross_entropy, weight=WEIGHT, ignore_index=2), indices),
-    "partial of partial": (functools.partial(functools.partial(F.nll_loss, weight=WEIGHT), ignore_index=-100), indices),
-}
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
-@pytest.mark.parametrize("name", BY_TARGETS)
-def test_a_divisor_that_targets_determine_is_that_of_the_batch(name: str, schedule: str) -> None:
-    loss_fn, make = BY_TARGETS[name]
-    torch.manual_seed(1)
-    target = make(9)
-    if name == "another padding":
-        target = target.clamp(max=1)
-    if name == "partial function":
-        target = target.clamp(min=0)
-    check_step(loss_fn, target, schedule=schedule)
-
-
-def test_a_batch_of_padding_alone_has_the_loss_of_the_bare_module() -> None:
-    pipe = Pipe(model(), [1, 2], chunks=2)
-    target = torch.full((4,), -100)
-    assert pipe.train_step(torch.randn(4, 4, dtype=torch.float64), target, nn.CrossEntropyLoss()).isnan()
-
-
 class Squares(nn.Module):
     """A loss that is not torch's and says how it reduces."""
 
@@ -115,30 +78,53 @@ def squares(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     return Squares(reduction)(output, target)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        nn.MSELoss(reduction="sum"),
-        functools.partial(F.mse_loss, reduction="sum"),
-        Squares("sum"),
-        functools.partial(squares, reduction="sum"),
-        nn.MSELoss(),
-        F.smooth_l1_loss,
-        functools.partial(F.huber_loss, delta=0.5),
-        nn.KLDivLoss(reduction="batchmean"),
-        functools.partial(F.kl_div, reduction="batchmean"),
-        nn.BCEWithLogitsLoss(pos_weight=WEIGHT),
-        Squares("mean"),
-        squares,
-    ],
-)
-def test_a_loss_that_says_how_it_reduces_is_taken_at_its_word(loss_fn: LossFn) -> None:
+BY_TARGETS: dict[str, tuple[LossFn, Callable[[int], Any]]] = {
+    "padding": (nn.CrossEntropyLoss(), indices),
+    "another padding": (nn.CrossEntropyLoss(ignore_index=1), lambda rows: torch.arange(rows) % 2),
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHT), lambda rows: torch.arange(rows) % CLASSES),
+    "both": (nn.CrossEntropyLoss(weight=WEIGHT), indices),
+    "a class of weight 0": (
+        nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1, 1, 1, 1], dtype=torch.float64)),
+        lambda rows: torch.arange(rows) // 3,
+    ),
+    "label smoothing": (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.2), indices),
+    "probabilities": (nn.CrossEntropyLoss(weight=WEIGHT), probabilities),
+    "negative log likelihood": (nn.NLLLoss(weight=WEIGHT), indices),
+    "function": (F.cross_entropy, indices),
+    "partial function": (
+        functools.partial(F.cross_entropy, weight=WEIGHT, ignore_index=2),
+        lambda rows: indices(rows).clamp(min=0),
+    ),
+    "partial of partial": (functools.partial(functools.partial(F.nll_loss, weight=WEIGHT), ignore_index=-100), indices),
+    "a sum over classes": (nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"), indices),
+}
+DECLARED: list[LossFn] = [
+    nn.MSELoss(reduction="sum"),
+    functools.partial(F.mse_loss, reduction="sum"),
+    Squares("sum"),
+    functools.partial(squares, reduction="sum"),
+    nn.MSELoss(),
+    F.smooth_l1_loss,
+    functools.partial(F.huber_loss, delta=0.5),
+    nn.KLDivLoss(reduction="batchmean"),
+    functools.partial(F.kl_div, reduction="batchmean"),
+    nn.BCEWithLogitsLoss(pos_weight=WEIGHT),
+    Squares("mean"),
+    squares,
+]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
+@pytest.mark.parametrize(("loss_fn", "make"), [*BY_TARGETS.values(), *((loss, probabilities) for loss in DECLARED)])
+def test_a_loss_that_tells_its_divisor_is_that_of_the_batch(loss_fn: LossFn, make: Any, schedule: str) -> None:
     torch.manual_seed(1)
-    check_step(loss_fn, probabilities(9))
+    check_step(loss_fn, make(9), schedule=schedule)
 
 
-def test_class_indices_are_summed_as_they_are() -> None:
-    check_step(nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"), indices(9))
+def test_a_batch_of_padding_alone_has_the_loss_of_the_bare_module() -> None:
+    pipe = Pipe(model(), [1, 2], chunks=2)
+    target = torch.full((4,), -100)
+    assert pipe.train_step(torch.randn(4, 4, dtype=torch.float64), target, nn.CrossEntropyLoss()).isnan()
 
 
 def summed_and_counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,6 +152,13 @@ def test_a_sum_with_its_count_is_the_mean_of_the_batch(loss_fn: LossFn, schedule
         check_step(loss_fn, target, plain=plain, schedule=schedule, chunks=chunks, checkpoint=checkpoint)
 
 
+class Hidden(nn.Module):
+    """Hides a mean."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+
 class Counts(nn.Module):
     """Says how often it ran, and draws a random number each time."""
 
@@ -185,7 +178,7 @@ class Counts(nn.Module):
     [
         lambda y, t: F.mse_loss(y, t),
         lambda y, t: (y - t).square().sum(),
-        nn.Sequential(nn.Flatten()),
+        Hidden(),
         functools.partial(lambda scale, y, t: scale * F.mse_loss(y, t), 2.0),
         nn.L1Loss(reduction="sum").forward,
     ],
@@ -195,9 +188,6 @@ def test_a_loss_that_does_not_tell_its_divisor_is_refused_and_leaves_no_gradient
     pipe = Pipe(layers, [1, 2], chunks=2)
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
     x, target = torch.randn(8, 4, dtype=torch.float64), torch.zeros(8, 4, dtype=torch.float64)
-    if isinstance(loss_fn, nn.Sequential):
-        # A module that hides a mean.
-        loss_fn = type("Hidden", (nn.Module,), {"forward": lambda self, y, t: nn.MSELoss()(y, t)})()
     with pytest.raises(ValueError, match=r"reduction='mean'.*reduction='sum'.*\(sum, count\)"):
         pipe.train_step(x, target, loss_fn)
     assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters())
@@ -211,10 +201,16 @@ def padded(output: Tensor, target: Tensor, ignore_index: int = -100, reduction: 
     return F.cross_entropy(output, target, ignore_index=ignore_index, reduction=reduction)
 
 
-def test_a_mean_of_a_foreign_loss_that_leaves_targets_out_is_refused_before_a_layer_runs() -> None:
+@functools.wraps(F.cross_entropy)
+def wrapped(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("loss_fn", [padded, wrapped])
+def test_a_mean_of_a_foreign_loss_that_leaves_targets_out_is_refused_before_a_layer_runs(loss_fn: LossFn) -> None:
     pipe = Pipe(model(), [1, 2], chunks=2)
     with pipe.recording() as trace, pytest.raises(ValueError, match="reduction='mean' with ignore_index"):
-        pipe.train_step(torch.randn(4, 4, dtype=torch.float64), torch.arange(4), padded)
+        pipe.train_step(torch.randn(4, 4, dtype=torch.float64), torch.arange(4), loss_fn)
     assert not trace
     pipe.train_step(torch.randn(4, 4, dtype=torch.float64), torch.arange(4), functools.partial(padded, reduction="sum"))
 
@@ -261,52 +257,29 @@ def test_a_loss_of_its_own_parameters_may_return_a_sum_with_its_count(schedule: 
     torch.testing.assert_close(got, head.weight.grad)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when its compiler is imported
-@pytest.mark.parametrize("compiled", [False, True])
-def test_weights_of_a_mean_add_up_to_one_and_nothing_is_summed(compiled: bool) -> None:
-    targets = [torch.tensor([1, -100]), torch.tensor([2]), torch.tensor([-100])]
-    loss_fn = nn.CrossEntropyLoss()
-    losses = micro_losses(torch.compile(loss_fn) if compiled else loss_fn, None, targets, [2, 1, 1])
-    assert [loss.weight for loss in losses] == [0.5, 0.5, 0.0]
-    assert losses[2].function(torch.randn(1, 3), targets[2]) == 0
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of torch's compiler
+def test_a_compiled_loss_tells_its_divisor() -> None:
+    check_step(torch.compile(nn.CrossEntropyLoss(), backend="eager"), indices(9))
 
 
 def test_a_target_that_all_rows_share_is_not_cut() -> None:
-    scale = torch.full((3,), 2.0, dtype=torch.float64)
-    target = torch.randn(8, CLASSES, dtype=torch.float64)
+    scale, target = torch.full((3,), 2.0, dtype=torch.float64), torch.randn(8, CLASSES, dtype=torch.float64)
 
     def loss_fn(output: Tensor, target: Any) -> Tensor:
-        assert target[1].shape == (3,)
-        return F.mse_loss(output, target[0]) * target[1].mean()
+        shared = target[1].tensor if isinstance(target[1], NoChunk) else target[1]
+        assert shared.shape == (3,)
+        return F.mse_loss(output, target[0]) * shared.mean()
 
-    check_step(
-        lambda y, t: loss_fn(y, (t[0], t[1].tensor if isinstance(t[1], NoChunk) else t[1])),
-        (target, NoChunk(scale)),
-        rows=8,
-        reduction="mean",
-    )
-
-
-class Masked(nn.Module):
-    """Rows times a matrix that all rows share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, mask = value
-        return x @ self.weight @ mask, mask
-
-
-class First(nn.Module):
-    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-        return value[0]
+    check_step(loss_fn, (target, NoChunk(scale)), rows=8, reduction="mean")
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_step_takes_an_input_that_all_rows_share(checkpoint: str) -> None:
-    layers = nn.Sequential(Masked(), Masked(), First())
+    def masked(own: Any, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return own.layers[0](value[0]) @ value[1], value[1]
+
+    several = [Returns(masked, nn.Linear(4, 4)) for _ in range(2)]
+    layers = nn.Sequential(*several, Returns(lambda own, value: value[0] + own.own[0]))
     bare = copy.deepcopy(layers)
     x, target, mask = torch.randn(8, 4), torch.randn(8, 4), torch.randn(4, 4, requires_grad=True)
     loss = Pipe(layers, [1, 2], ["cpu", "cpu"], chunks=3, checkpoint=checkpoint).train_step(
@@ -318,13 +291,4 @@ def test_a_step_takes_an_input_that_all_rows_share(checkpoint: str) -> None:
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(got, mask.grad)
     for p, q in zip(layers.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_a_function_that_wraps_one_of_torch_is_not_taken_for_it() -> None:
-    @functools.wraps(F.cross_entropy)
-    def wrapped(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target)
-
-    with pytest.raises(ValueError, match="reduction='mean' with ignore_index"):
-        Pipe(model(), [1, 2], chunks=2).train_step(torch.randn(4, 4, dtype=torch.float64), torch.arange(4), wrapped)
+        assert p.grad is q.grad is None or torch.allclose(p.grad, q.grad, atol=1e-6)

@@ -39,22 +39,12 @@ def test_micro_batches_are_views() -> None:
     assert x.sum() == 4
 
 
-def test_scalars_and_objects_go_to_every_micro_batch() -> None:
-    marker = object()
-    parts = split_nested((torch.zeros(4), torch.tensor(3.0), marker), 2)
-    assert [part[1].item() for part in parts] == [3.0, 3.0]
-    assert all(part[2] is marker for part in parts)
-
-
-def test_no_chunk_is_passed_whole_to_every_micro_batch_and_does_not_count_as_rows() -> None:
-    mask = torch.ones(5, 5)
+def test_scalars_objects_and_what_is_not_to_be_cut_go_to_every_micro_batch() -> None:
+    marker, mask = object(), torch.ones(5, 5)
     for chunks in (1, 2):
-        parts = split_nested((torch.zeros(4), NoChunk(mask)), chunks)
-        assert len(parts) == chunks
-        assert all(part[1] is mask for part in parts)
-
-
-def test_no_chunk_refuses_what_is_not_a_tensor() -> None:
+        parts = split_nested((torch.zeros(4), torch.tensor(3.0), marker, NoChunk(mask)), chunks)
+        assert [part[1].item() for part in parts] == [3.0] * chunks
+        assert all(part[2] is marker and part[3] is mask for part in parts)
     with pytest.raises(TypeError, match="expected a tensor to keep whole, got list"):
         NoChunk([torch.zeros(1)])
 

@@ -77,13 +77,9 @@ class Fails(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-class Failing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Fails.apply(x)  # type: ignore[no-any-return]
-
-
 def test_an_exception_in_the_backward_of_one_cell_restores_gradients_and_runs_no_hook() -> None:
-    model = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Failing(), nn.Linear(WIDTH, WIDTH)), [3], ["cpu"])
+    model = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.Linear(WIDTH, WIDTH)), [3], ["cpu"])
+    model[1].forward = Fails.apply
     calls: list[str] = []
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -96,6 +92,6 @@ def test_an_exception_in_the_backward_of_one_cell_restores_gradients_and_runs_no
     for p, gradient in zip(model.parameters(), before, strict=True):
         assert p.grad is gradient
         assert torch.equal(gradient, torch.ones_like(p))
-    model[1].forward = nn.Identity().forward
+    del model[1].forward
     model.train_step(torch.randn(2, WIDTH), torch.randn(2, WIDTH), nn.MSELoss())
     assert calls == ["gradient"] * 4 + ["accumulated"] * 4

@@ -12,26 +12,6 @@ from pipe.threads import Future, Threads
 from tests.programs import run_program
 
 
-def test_work_is_done_in_the_order_of_submission() -> None:
-    threads, log = Threads(1, "test"), list[int]()
-    futures = [threads.submit(lambda k=k: log.append(k)) for k in range(50)]  # type: ignore[misc]
-    futures[-1].wait()
-    assert log == list(range(50))
-    assert all(future.done and future.returned for future in futures)
-
-
-def test_an_error_is_raised_by_every_wait() -> None:
-    def fail() -> None:
-        raise OSError("gone")
-
-    future = Threads(1, "test").submit(fail)
-    for wait in (future.wait, future.wait, future.run_or_wait):
-        with pytest.raises(OSError, match="gone"):
-            wait()
-    future.wait_idle()
-    assert not future.returned
-
-
 def test_work_is_taken_back_or_done_but_never_both() -> None:
     log: list[str] = []
     early, late, missed = (Future(lambda name=name: log.append(name)) for name in ("early", "late", "missed"))
@@ -103,28 +83,20 @@ def test_closed_threads_take_no_more_work() -> None:
         threads.submit(lambda: None)
 
 
-def test_a_job_that_no_thread_takes_is_run_by_the_waiting_thread() -> None:
-    threads = Threads(1, "test")
-    gate, started, done = threading.Event(), threading.Event(), []
-    blocker = threads.offer(lambda: (started.set(), gate.wait(60), None)[2])
-    started.wait(60)
-    threads.offer(lambda: done.append(threading.get_ident())).run_or_wait()
-    assert done == [threading.get_ident()]
-    gate.set()
-    blocker.run_or_wait()
-
-
-@pytest.mark.parametrize("end", ["close", "fork"])
+@pytest.mark.parametrize("end", ["close", "fork", "busy"])
 def test_where_no_thread_takes_work_its_waiter_runs_it(end: str) -> None:
-    threads, log = Threads(1, "test"), list[str]()
+    threads, log, go_on = Threads(1, "test"), list[int](), threading.Event()
     if end == "close":
         threads.close()
-    else:
+    elif end == "fork":
         threads._made_in = -1  # as in a forked child
-    future = threads.offer(lambda: log.append("work"))
+    else:
+        threads.submit(lambda: go_on.wait(60))
+    future = threads.offer(lambda: log.append(threading.get_ident()))
     future.run_or_wait()
     future.run_or_wait()
-    assert log == ["work"]
+    assert log == [threading.get_ident()]
+    go_on.set()
 
 
 def test_cancelled_work_never_runs() -> None:

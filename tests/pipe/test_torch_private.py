@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-
-from pipe.torch_private.autograd import HiddenHooks
-from pipe.torch_private.threads import limit_operation_threads
 
 ROOT = Path(__file__).parents[2]
 MODULES = [path for package in ("pipe", "offload", "gradcache") for path in sorted((ROOT / package).rglob("*.py"))]
@@ -86,43 +82,9 @@ def test_functions_with_a_fallback_use_the_real_thing() -> None:
     assert hasattr(torch._C, "_EnableTorchFunction")
 
 
-def test_hooks_that_are_hidden_do_not_run_and_come_back() -> None:
-    leaf, seen = torch.ones(1, requires_grad=True), []
-    leaf.register_hook(lambda _: seen.append("gradient"))
-    leaf.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
-    removed = leaf.register_hook(lambda _: seen.append("removed"))
-    hidden = HiddenHooks(leaf)
-    hidden.hide()
-    leaf.sum().backward()
-    removed.remove()
-    hidden.restore()
-    assert not seen
-    leaf.sum().backward()
-    assert seen == ["gradient", "after"]
-
-
 def test_this_release_is_known() -> None:
     release = ".".join(torch.__version__.split(".")[:2])
     known = release in KNOWN
     if not known:
         pytest.skip(f"torch {release} is none of {KNOWN}; add it here if all other tests pass")
     assert known
-
-
-def test_operations_of_one_thread_use_fewer_threads_and_others_as_many_as_before() -> None:
-    """Also threads that begin later, which ``torch.set_num_threads`` would change."""
-
-    def limited(count: int) -> int:
-        limit_operation_threads(count)
-        return torch.get_num_threads()
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as other:
-            assert first.submit(limited, 2).result() == 2
-            assert other.submit(torch.get_num_threads).result() == 3
-            assert first.submit(limited, 5).result() == 2
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)

@@ -94,45 +94,6 @@ def test_a_tensor_that_is_changed_in_place_and_is_no_buffer_is_refused(wrap: Cal
         run(torch.randn(2, WIDTH))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_second_run_gives_the_same_and_leaves_no_trace(fails: bool) -> None:
-    model, x = Recurrent(), torch.randn(2, WIDTH)
-    layers = Layers(model, devices=[torch.device("cpu")])
-    replay = layers.begin()
-
-    def call(x: Tensor) -> Tensor:
-        y: Tensor = nn.functional.dropout(model(x))
-        if fails and model.calls > 1:
-            raise ZeroDivisionError
-        return y
-
-    with replay.first():
-        output = layers.run(call, x, replay)
-    model(x)
-    expected, total, state = str(model.held()), model.total, torch.get_rng_state()
-
-    def again(x: Tensor) -> Tensor:
-        assert (model.calls, model.seen, model.state) == (0, [], None)
-        y = call(x)
-        return call(x) if fails else y
-
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
-            assert torch.equal(layers.repeat(again, x, replay), output)
-        assert str(model.held()) == expected
-        assert model.total is total
-        assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_what_changes_in_a_forward_that_is_only_tried_is_undone() -> None:
-    model = Recurrent()
-    before = str(model.held())
-    with trial([Layers(model)]):
-        model(torch.randn(2, WIDTH))
-        assert model.calls == 1
-    assert str(model.held()) == before
-
-
 def test_a_buffer_is_freed_with_the_last_forward_that_read_it() -> None:
     model = Recurrent()
     run(model, Layers(model), torch.zeros(1, WIDTH))
@@ -257,6 +218,8 @@ def test_a_trial_leaves_no_trace_in_a_large_buffer(how: Any) -> None:
     table = module.table
     with trial([Layers(module)]):
         module()
+        assert module.count == 0
+    assert module.count == -1, "attributes are those of before, too"
     assert module.table is table
     assert torch.equal(table, torch.zeros(LARGE))
 
@@ -290,32 +253,11 @@ def test_a_buffer_of_inference_mode_counts_no_versions_and_is_kept() -> None:
 # --- input ------------------------------------------------------------------------------------------------------------
 
 
-def survived(writes: InputWrites, x: Any, kind: Any, call: Callable[[Any], object]) -> Any:
-    with writes.survived(x, kind) as given:
-        call(given)
-    return given
-
-
-def test_the_first_run_of_a_kind_tells_whether_later_ones_need_a_copy() -> None:
-    writes, x = InputWrites("layer 3"), torch.ones(2)
-    for _ in range(2):
-        assert survived(writes, x, "training", lambda x: x.mul_(0.5)) is not x
-        assert writes.copies("training")
-    assert [survived(writes, x, "evaluation", lambda x: x * 2) is x for _ in range(2)] == [False, True]
-    with pytest.raises(RuntimeError, match="layer 3 wrote into its input in place"):
-        survived(writes, x.clone(), "evaluation", lambda x: x.mul_(0.5))
-    assert survived(writes, x, "evaluation", lambda x: x.mul_(0.5)) is not x
-    with torch.inference_mode():  # nothing can be learnt
-        for _ in range(2):
-            assert survived(writes, x.clone(), "inference", lambda x: x.mul_(0.5)) is not x
-    assert torch.equal(x, torch.ones(2))
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_write_that_another_tensor_would_see_is_refused_and_no_other(shared: bool) -> None:
     storage = torch.ones(6)
     pair = (storage[:4], storage[3:] if shared else storage[4:])
     refused = pytest.raises(RuntimeError, match="shares memory") if shared else contextlib.nullcontext()
-    with refused:
-        survived(InputWrites("layer 3"), pair, None, lambda pair: pair[0].mul_(0.5))
+    with refused, InputWrites("layer 3").survived(pair, None) as given:
+        given[0].mul_(0.5)
     assert torch.equal(storage, torch.ones(6))

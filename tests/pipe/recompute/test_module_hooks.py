@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipe.checkpoint import checkpoint
 
@@ -65,72 +67,69 @@ class Lazy(nn.Module):
         return y
 
 
-def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    found = [p.grad for p in (*model.parameters(), x)]
-    assert all(g is not None for g in found)
-    return [g for g in found if g is not None]
+Change = Iterator[None]  # before a forward, between it and its backward, and after both
 
 
-def run(
-    layers: nn.Sequential, between: Callable[[nn.Sequential], Any], forward: Callable[[Tensor], Any]
-) -> list[Tensor]:
-    x = batch()
-    output = forward(x)
-    between(layers)
-    output.pow(2).sum().backward()
-    return gradients(layers, x)
+def registered(kind: str, layers: nn.Sequential) -> Change:
+    yield
+    REGISTER[kind](layers[1])
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert all(map(torch.equal, found, expected))
+def removed(kind: str, layers: nn.Sequential) -> Change:
+    handle = REGISTER[kind](layers[1])
+    yield
+    handle.remove()
 
 
-@pytest.mark.parametrize("kind", REGISTER)
-def test_a_hook_registered_after_the_forward_is_not_in_its_recomputation(kind: str) -> None:
-    plain, ours = model(), model()
-    expected = run(plain, lambda m: REGISTER[kind](m[1]), plain)
-    assert_same(run(ours, lambda m: REGISTER[kind](m[1]), lambda x: checkpoint(ours, x)), expected)
+def removes_itself(layers: nn.Sequential) -> Change:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        handle.remove()
+        return output * 0.5
+
+    handle = layers[1].register_forward_hook(hook)
+    yield
 
 
-@pytest.mark.parametrize("kind", REGISTER)
-def test_a_hook_removed_after_the_forward_is_in_its_recomputation(kind: str) -> None:
-    plain, ours = model(), model()
-    handles = {m: REGISTER[kind](m[1]) for m in (plain, ours)}
-    expected = run(plain, lambda m: handles[m].remove(), plain)
-    assert_same(run(ours, lambda m: handles[m].remove(), lambda x: checkpoint(ours, x)), expected)
-    assert_same(run(ours, lambda m: None, lambda x: checkpoint(ours, x))[-1:], run(plain, lambda m: None, plain)[-1:])
+def registers_in_its_forward(layers: nn.Sequential) -> Change:
+    layers[1] = Lazy()
+    yield
 
 
-def test_a_hook_that_removes_itself_is_in_the_recomputation_and_then_gone() -> None:
-    def once(layers: nn.Sequential) -> None:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            handle.remove()
-            return output * 0.5
-
-        handle = layers[1].register_forward_hook(hook)
-
-    plain, ours = model(), model()
-    once(plain)
-    once(ours)
-    assert_same(run(ours, lambda m: None, lambda x: checkpoint(ours, x)), run(plain, lambda m: None, plain))
-    assert not ours[1]._forward_hooks
+def another_forward(layers: nn.Sequential) -> Change:
+    yield
+    layers[1].forward = torch.sin  # type: ignore[method-assign]
 
 
-def test_a_hook_that_a_forward_registers_is_in_its_recomputation() -> None:
-    plain, ours = model(), model()
-    for layers in (plain, ours):
-        layers[1] = Lazy()
-    assert_same(run(ours, lambda m: None, lambda x: checkpoint(ours, x)), run(plain, lambda m: None, plain))
+def counts_the_operations_of_the_forward(layers: nn.Sequential) -> Change:
+    with FlopCounterMode(display=False):
+        yield
 
 
-def test_a_forward_set_after_the_forward_is_not_in_its_recomputation() -> None:
-    def replace(layers: nn.Sequential) -> None:
-        layers[1].forward = torch.sin  # type: ignore[method-assign]
+CHANGES: dict[str, Callable[[nn.Sequential], Change]] = {
+    **{f"{change.__name__} {kind}": partial(change, kind) for change in (registered, removed) for kind in REGISTER},
+    "removes itself": removes_itself,
+    "registers in its forward": registers_in_its_forward,
+    "another forward": another_forward,
+    "counted": counts_the_operations_of_the_forward,
+}
 
-    plain, ours = model(), model()
-    expected = run(plain, replace, plain)
-    assert_same(run(ours, replace, lambda x: checkpoint(ours, x)), expected)
-    assert ours[1].forward is torch.sin
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_recomputation_has_the_hooks_and_the_forward_of_its_forward(change: str) -> None:
+    found, left = [], []
+    for recomputed in (False, True):
+        layers, x = model(), batch()
+        steps = CHANGES[change](layers)
+        next(steps)
+        output = checkpoint(layers, x) if recomputed else layers(x)
+        next(steps, None)
+        output.pow(2).sum().backward()
+        next(steps, None)
+        found.append([p.grad for p in (*layers.parameters(), x)])
+        assert all(g is not None for g in found[-1])
+        left.append([(len(m._forward_hooks), m.forward is torch.sin) for m in layers.modules()])
+    assert all(map(torch.equal, *found))  # type: ignore[arg-type]
+    assert left[0] == left[1]
 
 
 def test_hooks_are_the_modules_own_again_after_a_recomputation_that_fails() -> None:
@@ -150,15 +149,3 @@ def test_hooks_are_the_modules_own_again_after_a_recomputation_that_fails() -> N
     assert ours[0]._forward_hooks is hooks
     later.remove()
     assert not any(m._forward_hooks for m in ours.modules())
-
-
-def test_counting_the_operations_of_a_forward_alone_does_not_disturb_its_backward() -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    plain, ours = model(), model()
-
-    def counted(x: Tensor) -> Any:
-        with FlopCounterMode(display=False):
-            return checkpoint(ours, x)
-
-    assert_same(run(ours, lambda m: None, counted), run(plain, lambda m: None, plain))

@@ -38,26 +38,6 @@ def test_draws_repeat_inside_and_continue_outside(inside: Any, between: Any) -> 
         assert str(np.random.get_state()) == states[2]
 
 
-def test_a_forward_that_draws_nothing_touches_no_generator() -> None:
-    replay = Replay.capture([CPU]).record_changes()
-    with replay.again():
-        a = torch.rand(1)
-    assert not torch.equal(a, torch.rand(1))
-
-
-def test_replays_nest() -> None:
-    outer = Replay.capture([CPU])
-    a = torch.rand(2)
-    inner = Replay.capture([CPU])
-    b = torch.rand(2)
-    outer.record_changes(), inner.record_changes()
-    with outer.again():
-        assert torch.equal(torch.rand(2), a)
-        with inner.again():
-            assert torch.equal(torch.rand(2), b)
-        assert torch.equal(torch.rand(2), b)
-
-
 @pytest.mark.parametrize("draws", [True, False])
 def test_only_a_replay_that_rewinds_a_shared_generator_makes_others_wait(draws: Any) -> None:
     replay = Replay.capture([CPU])
@@ -78,27 +58,6 @@ def test_only_a_replay_that_rewinds_a_shared_generator_makes_others_wait(draws: 
     assert free == [not draws]
 
 
-def test_autocast_reads_as_at_capture_and_keeps_no_cast() -> None:
-    weight = torch.ones(2, 2, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        replay = Replay.capture([CPU])
-    assert not torch.is_autocast_enabled("cpu")
-    with replay.again():
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
-        assert not torch.is_autocast_cache_enabled()
-        assert (torch.ones(2, 2) @ weight).dtype is torch.bfloat16
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_a_replay_of_a_forward_without_autocast_turns_it_off() -> None:
-    replay = Replay.capture([CPU])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with replay.again():
-            assert not torch.is_autocast_enabled("cpu")
-        assert torch.is_autocast_enabled("cpu")
-
-
 def test_a_cast_under_no_grad_is_not_left_for_a_forward_that_needs_its_gradient() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -106,13 +65,6 @@ def test_a_cast_under_no_grad_is_not_left_for_a_forward_that_needs_its_gradient(
             Layers().run(lambda x: x @ weight, torch.ones(2, 2))
         assert torch.is_autocast_cache_enabled()
         assert (torch.ones(2, 2) @ weight).requires_grad
-
-
-def test_grad_mode_is_left_to_the_caller() -> None:
-    with torch.no_grad():
-        replay = Replay.capture([CPU])
-    with torch.enable_grad(), replay.again():
-        assert torch.is_grad_enabled()
 
 
 def test_another_generator_of_numpy_is_rewound() -> None:

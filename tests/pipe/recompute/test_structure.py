@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from pipe import Pipe
 from pipe.batchnorm import DeferredBatchNorm
 from pipe.checkpoint import checkpoint
+from tests.pipe.test_pipe import MODES, assert_same
 from tests.pipe.turns import Turner
 
 WIDTH = 4
-MODES = ["always", "except_last", "never"]
 
 
 def layers() -> nn.Sequential:
@@ -53,10 +52,6 @@ def in_the_dictionary(model: Pipe) -> None:
     model._modules["1"] = nn.Identity()
 
 
-def by_conversion(model: Pipe) -> None:
-    nn.SyncBatchNorm.convert_sync_batchnorm(model)
-
-
 CHANGES: list[Callable[[Pipe], None]] = [by_name, inside_a_layer, in_the_dictionary]
 
 
@@ -70,32 +65,20 @@ def test_a_replaced_layer_is_what_runs(change: Callable[[Pipe], None], used: boo
     if used:
         model(x)
     change(model)
+    model.double()
+    x = x.double()
     bare = nn.Sequential(*copy.deepcopy(list(model)))
     parts = x.split(3) if step else [x]
     loss = sum(bare(part).square().mean() / len(parts) for part in parts)
     assert isinstance(loss, Tensor)
     loss.backward()
     if step:
-        model.train_step(x, torch.zeros(6, WIDTH), nn.MSELoss())
+        model.train_step(x, torch.zeros_like(x), nn.MSELoss())
     else:
         model(x).square().mean().backward()
     assert [type(layer) for part in model.partitions for layer in part] == [type(layer) for layer in bare]
     assert list(model.state_dict()) == list(bare.state_dict())
-    for (name, p), (_, q) in zip(model.named_parameters(), bare.named_parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad)
-    for (name, a), (_, b) in zip(model.named_buffers(), bare.named_buffers(), strict=True):
-        assert torch.equal(a, b), name
-
-
-def test_a_conversion_of_the_whole_module_reaches_the_stages() -> None:
-    model = pipe()
-    by_conversion(model)
-    model.eval()
-    model(torch.randn(2, WIDTH))
-    assert isinstance(model.partitions[1][0], nn.SyncBatchNorm)
-    assert model.partitions[1][0] is model[1]
+    assert_same(model, bare, x, x)
 
 
 def test_hooks_of_a_partition_stay_when_a_layer_of_it_is_replaced() -> None:
@@ -104,15 +87,6 @@ def test_hooks_of_a_partition_stay_when_a_layer_of_it_is_replaced() -> None:
     by_name(model)
     model(torch.randn(4, WIDTH))
     assert len(calls) == 2
-
-
-def test_a_copy_follows_its_own_layers() -> None:
-    model = pipe()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        setattr(other, "2", nn.Flatten())
-        x = torch.randn(2, WIDTH)
-        torch.testing.assert_close(other.eval()(x), other[1](other[0](x)))
-        assert isinstance(model[2], nn.Sequential)
 
 
 def test_an_in_place_layer_that_is_put_in_later_leaves_the_input_alone() -> None:
@@ -179,36 +153,6 @@ def test_attributes_of_a_sequential_besides_its_layers_are_refused_not_dropped(
     own(module)
     with pytest.raises(TypeError, match="of layers alone"):
         Pipe(module, [3])
-
-
-def replace_parameter(model: nn.Module) -> None:
-    model.get_submodule("2.0").weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-
-def replace_module(model: nn.Module) -> None:
-    model.get_submodule("2")[0] = nn.Linear(WIDTH, WIDTH)  # type: ignore[operator, index]
-
-
-@pytest.mark.parametrize(
-    ("replace", "message"),
-    [
-        (replace_parameter, "place of parameter '2.0.weight'"),
-        (replace_module, "module '2.0'"),
-        (lambda model: model[0].weight.detach().add_(1), "'0.weight' was modified"),
-    ],
-)
-@pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_layers_replaced_between_forward_and_backward_are_named(
-    replace: Callable[[nn.Module], None], message: str, mode: str
-) -> None:
-    model = pipe(mode)
-    y = model(torch.randn(4, WIDTH))
-    replace(model)
-    with pytest.raises(RuntimeError, match=message):
-        y.sum().backward()
-    model.zero_grad()
-    model(torch.randn(4, WIDTH)).sum().backward()
-    assert model[2][0].weight.grad is not None  # type: ignore[index]
 
 
 def test_a_layer_that_is_replaced_between_forward_and_backward_runs_again_in_its_own_recomputation() -> None:

@@ -47,11 +47,6 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def packs() -> Any:
-    seen = []
-    return seen, torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t)
-
-
 SETTINGS = {
     "no_grad": (torch.no_grad, lambda: torch.is_grad_enabled() is False),
     "inference": (torch.inference_mode, torch.is_inference_mode_enabled),
@@ -71,26 +66,36 @@ def test_defect_pipe_4_a_setting_of_this_thread_is_carried_into_another(name: An
     with make():
         thread_state = ThreadState.capture({"cpu"})
 
+    plain = ThreadState.capture({"cpu"})
+    mode = name in ("default device", "function mode")  # of another thread: stays in force
+
     def elsewhere() -> Any:
         before = reads()
-        with thread_state.again():
+        with contextlib.suppress(ZeroDivisionError), thread_state.again():
             inside = reads()
-        return before, inside, reads()
+            raise ZeroDivisionError
+        after = reads()
+        with make(), plain.again():
+            return before, inside, after, reads()
 
-    assert in_thread(elsewhere) == (False, True, False)
+    assert in_thread(elsewhere) == (False, True, False, mode)
 
 
-def test_defect_pipe_4_saved_tensor_hooks_are_carried_into_another_thread() -> None:
-    seen, hooks = packs()
-    with hooks:
+def test_defect_pipe_4_hooks_and_modes_are_carried_into_another_thread_and_entered_once() -> None:
+    packed, counting, named = [], Counting(), Named()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t), counting, named:
         thread_state = ThreadState.capture()
+        with thread_state.again():
+            torch.ones(1)
 
     def elsewhere() -> None:
         with thread_state.again():
             torch.ones(1, requires_grad=True).exp()
 
+    assert (counting.calls, named.entered) == (1, 1)
     in_thread(elsewhere)
-    assert seen == [1]
+    assert packed == [1]
+    assert counting.calls > 1
 
 
 WITH_DEFAULT = ContextVar("with default", default=0)
@@ -112,41 +117,6 @@ def test_context_variables_have_the_values_that_they_had(then: int | None, now: 
     assert (WITH_DEFAULT.get(None), WITHOUT.get(None)) == (now, now)
     for variable, token in tokens:
         variable.reset(token)
-
-
-def test_dispatch_modes_are_carried_and_entered_once() -> None:
-    counting = Counting()
-    with counting:
-        thread_state = ThreadState.capture()
-        with thread_state.again():
-            torch.ones(1)
-    assert counting.calls == 1
-
-    def elsewhere() -> None:
-        with thread_state.again():
-            torch.ones(1)
-
-    in_thread(elsewhere)
-    assert counting.calls == 2
-
-
-def test_a_mode_is_pushed_without_the_effects_of_entering_it() -> None:
-    mode = Named()
-    with mode:
-        thread_state = ThreadState.capture()
-    with thread_state.again():
-        pass
-    assert mode.entered == 1
-
-
-def test_settings_are_restored_after_an_exception() -> None:
-    with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
-        thread_state = ThreadState.capture()
-    with pytest.raises(ValueError, match="inside"), thread_state.again():
-        raise ValueError("inside")
-    assert torch.is_grad_enabled()
-    assert torch.empty(1).device.type == "cpu"
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_hooks_of_torch_checkpoint_reach_a_thread_but_not_a_recomputation() -> None:

@@ -17,22 +17,6 @@ def pipeline_of(lab: Any, model: Any, **options: Any) -> Any:
     return TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", **options)
 
 
-def test_the_next_batch_is_distributed_before_the_forward_and_exchanged_before_the_backward(lab: Any) -> None:
-    model = lab.sparse_model()
-    batches = lab.batches(5)
-    index = {id(batch["x"]): k for k, batch in enumerate(batches)}
-    lab.run(pipeline_of(lab, model), iter(batches))
-    log = [f"{event}.{index[features]}" for event, features in model.inner["sparse"].log]
-    assert log == [
-        *["forward.0", "input_dist.0", "exchange.0", "compute.0"],  # the first forward is observed
-        *["input_dist.1", "exchange.1"],  # between its forward and its backward: as early as can be known
-        *["input_dist.2", "compute.1", "exchange.2"],
-        *["input_dist.3", "compute.2", "exchange.3"],
-        *["input_dist.4", "compute.3", "exchange.4"],
-        "compute.4",
-    ]
-
-
 def twice(again: Any, self: Any, batch: Any) -> Any:
     return self.inner["sparse"](batch["x"]) + self.inner["sparse"](batch["x"], **again)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import gc
 import sys
 import threading
@@ -125,43 +124,6 @@ def test_on_cuda_streams_belong_to_the_devices_of_the_pipeline() -> None:
     assert lanes.distribute.stream.device == device
     ticket = lanes.copy.submit(lambda: torch.ones(1 << 20).pin_memory().to(device, non_blocking=True))
     assert float(ticket.wait().sum()) == 1 << 20
-
-
-def settings() -> Any:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.empty(0).device,
-        LABEL.get(),
-    )
-
-
-LABEL = contextvars.ContextVar("LABEL", default="none")
-
-
-@pytest.mark.parametrize(
-    "surroundings",
-    [
-        contextlib.nullcontext,
-        torch.no_grad,
-        torch.inference_mode,
-        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-        lambda: torch.device("meta"),
-    ],
-)
-def test_a_job_in_another_thread_sees_the_settings_of_the_thread_that_submitted_it(surroundings: Any) -> None:
-    lane, go = ThreadLane("test"), threading.Event()
-    token = LABEL.set("mine")
-    lane.submit(go.wait)
-    with surroundings():
-        expected, ticket = settings(), lane.submit(settings)
-    LABEL.reset(token)
-    go.set()  # it runs when the settings are gone from the thread that submitted it
-    assert ticket.wait() == expected
-    assert lane.submit(settings).wait() == settings(), "the settings of a job outlived it"
 
 
 def test_a_loader_runs_under_the_grad_mode_and_the_autocast_of_the_call() -> None:

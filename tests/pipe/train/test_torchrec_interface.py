@@ -66,6 +66,10 @@ def test_a_forward_of_the_callers_own_takes_the_models_place(lab: Any, make: Any
 
 @BOTH
 def test_without_execute_all_batches_those_in_flight_wait_for_the_next_iterator(lab: Any, make: Any) -> None:
+    def failing() -> Any:
+        yield from numbers(1, 2)
+        raise OSError("disk")  # heard in its turn
+
     pipeline = pipeline_of(make, Counting(), execute_all_batches=False, grad_accum=2)
     first = numbers(1, 2, 3, 4, 5)
     assert lab.run(pipeline, first) == [1, 2, 3]
@@ -78,15 +82,6 @@ def test_without_execute_all_batches_those_in_flight_wait_for_the_next_iterator(
     assert lab.run(pipeline, numbers(12, 13)) == [10, 11]
     pipeline.reset()
     assert lab.run(pipeline, numbers()) == []
-
-
-@BOTH
-def test_without_execute_all_batches_a_loaders_failure_is_heard_in_its_turn(lab: Any, make: Any) -> None:
-    def failing() -> Any:
-        yield from numbers(1, 2)
-        raise OSError("disk")
-
-    pipeline = pipeline_of(make, Counting(), execute_all_batches=False)
     batches = failing()
     assert [pipeline.progress(batches) for _ in range(2)] == [1, 2]
     with pytest.raises(OSError, match="disk"):

@@ -27,12 +27,6 @@ def check(lab: Any, make: Any, counts: Any, grad_accum: Any, kind: Any = "dict")
     assert pipeline.statistics().steps == sum(-(-count // (grad_accum or 1)) for count in counts)
 
 
-@pytest.mark.parametrize("grad_accum", [None, 1, 2, 3, 4, 5])
-def test_final_weights_equal_a_plain_loop_for_1_to_20_batches(lab: Any, grad_accum: Any) -> None:
-    for count in range(1, 21):
-        check(lab, TrainPipelineBase if count % 2 else TrainPipelineSparseDist, [count], grad_accum)
-
-
 @pytest.mark.parametrize("grad_accum", [None, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_final_weights_equal_a_plain_loop_for_every_kind_of_batch(lab: Any, kind: Any, grad_accum: Any) -> None:
