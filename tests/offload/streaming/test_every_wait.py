@@ -31,7 +31,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "engine.suspend SuspendedForward.cancel: self._thread.join(1.0)",
     ],
     boundaries.memory_read_back_is_known_to_be_used_by_compute: [
-        "engine.boundaries Boundaries._load: part.record_stream(torch.cuda.current_stream(part.device))",
+        "engine.boundaries Boundaries._load: tensor.record_stream(torch.cuda.current_stream(tensor.device))",
     ],
     boundaries.what_leaves_memory_comes_back: [
         "engine.boundaries Boundaries._end_write: boundary.arrival.wait()",
