@@ -106,7 +106,7 @@ class DiskScratch(Scratch):
 
     def fetch(self, ticket: object) -> Tensor:
         """Reads a tensor back."""
-        assert isinstance(ticket, _Ticket)
+        assert isinstance(ticket, _Ticket), "read before it was written"
         tensor = torch.empty_strided(ticket.size, ticket.stride, dtype=ticket.dtype)
         if ticket.nbytes:
             self._move(os.preadv, bytes_of(tensor), ticket.offset)
