@@ -21,7 +21,7 @@ class DeviceCount(TorchDispatchMode):
     """The most bytes of all storages that layers and autograd use in this context, slots and resting shards included.
 
     Each storage counts once, from the first operation that takes or makes it until it is freed. Not those of ``user``:
-    tensors that the caller holds, such as a batch. Gradients are added in place, as autograd does without a mode.
+    tensors that the caller holds, such as a batch.
     """
 
     def __init__(self, model: OffloadModel, optimizer: OffloadOptimizer, user: Sequence[Tensor]) -> None:
@@ -32,8 +32,7 @@ class DeviceCount(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        adds = func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and args[0].shape == args[1].shape
-        result = args[0].add_(args[1]) if adds else func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self._note(tensors_in((list(args), kwargs or {}, result)))
         return result
 

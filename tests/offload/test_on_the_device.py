@@ -48,14 +48,10 @@ def train(
     return losses
 
 
-def pair(
-    home: str, memory: Any, kind: Any = torch.optim.AdamW, microbatches: int = 1, **options: Any
-) -> tuple[Any, Any, OffloadModel, Any]:
+def pair(home: str, memory: Any, kind: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, Any, OffloadModel, Any]:
     """Layers and their optimizer, and both as they are offloaded."""
     bare = stack()
-    model = OffloadModel(
-        copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory=memory, num_microbatches=microbatches
-    )
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory=memory)
     fused: dict[str, Any] = {"fused": True} if kind in (torch.optim.AdamW, torch.optim.Adagrad) else {}
     return bare, kind(bare.parameters(), lr=1e-2, **fused), model, OffloadOptimizer(model, kind, lr=1e-2, **options)
 
@@ -132,13 +128,12 @@ def test_what_is_there_is_never_more_than_its_memory(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize(("casts", "microbatches"), [(False, 1), (True, 1), (False, 2), (False, 4)])
+@pytest.mark.parametrize("casts", [False, True])
 def test_casts_of_autocast_and_gradients_that_wait_for_an_update_in_backward_are_counted(
-    casts: bool, microbatches: int, in_backward: bool
+    casts: bool, in_backward: bool
 ) -> None:
     def counted(limit: int) -> tuple[int, int]:
-        memory = {"device": limit, "host": "1GiB"}
-        _, _, model, ours = pair("cpu", memory, microbatches=microbatches, update_in_backward=in_backward)
+        _, _, model, ours = pair("cpu", {"device": limit, "host": "1GiB"}, update_in_backward=in_backward)
         autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=casts)
         return counted_and_predicted(model, ours, batch(0, 2 * ROWS), autocast)
 
