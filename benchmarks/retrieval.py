@@ -41,7 +41,6 @@ WAYS: dict[str, tuple[str, dict[str, Any], str]] = {
     OURS: (DISK, {}, GRADCACHE),
 }
 NAMES = {"whole": "whole batch", "gradcache": "GradCache", OURS: "GradCache + offload"}
-WHEN = ("before", "after")
 TOKENS = Path("tokens.pt")  # a case works in the folder of the run
 TOLERANCE = 1e-4  # of losses
 # Freed blocks are returned at once, in every case: else peaks and cap would depend on what each heap keeps.

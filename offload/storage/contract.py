@@ -70,9 +70,6 @@ class Scratch(ABC):
     def fetch(self, ticket: object) -> Tensor:
         """A new tensor on the compute device, equal to the stored one."""
 
-    def release(self, ticket: object) -> None:  # noqa: B027
-        """Frees the storage of a ticket, if more than the ticket holds it."""
-
     def close(self) -> None:  # noqa: B027
         """Frees what tickets do not hold."""
 

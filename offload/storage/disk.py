@@ -77,7 +77,6 @@ class DiskScratch(Scratch):
         self._device = device
         self._opened: int | None = None
         self._file_bytes = 0
-        self._free: dict[int, list[int]] = {}
 
     def _open(self) -> int:
         """Opens the file, at first use: most steps keep their boundaries in memory."""
@@ -90,16 +89,13 @@ class DiskScratch(Scratch):
         move_all(call, opened, view_memory(data), offset, "boundary file")
 
     def store(self, tensor: Tensor) -> object:
-        """Writes a tensor, into released space of the same size if there is any."""
+        """Writes a tensor behind those before it."""
         tensor = tensor.resolve_conj().resolve_neg()
         stride = torch.empty_like(tensor, device="meta").stride()
         dense = tensor.cpu() if stride == tensor.stride() else torch.empty_like(tensor, device="cpu").copy_(tensor)
         data = bytes_of(dense)
-        nbytes = data.numel()
-        free = self._free.get(nbytes)
-        offset = free.pop() if free else self._file_bytes
-        if offset == self._file_bytes:
-            self._file_bytes += nbytes
+        nbytes, offset = data.numel(), self._file_bytes
+        self._file_bytes += nbytes
         if nbytes:
             self._move(os.pwritev, data, offset)
         return _Ticket(offset, nbytes, tuple(tensor.size()), stride, tensor.dtype)
@@ -111,11 +107,6 @@ class DiskScratch(Scratch):
         if ticket.nbytes:
             self._move(os.preadv, bytes_of(tensor), ticket.offset)
         return tensor.to(self._device)
-
-    def release(self, ticket: object) -> None:
-        """Marks the space of a tensor as free."""
-        assert isinstance(ticket, _Ticket)
-        self._free.setdefault(ticket.nbytes, []).append(ticket.offset)
 
     def close(self) -> None:
         """Removes the file."""

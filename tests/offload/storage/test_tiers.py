@@ -119,29 +119,6 @@ class TestDiskTier(TierContract):
             assert torch.equal(back, tensor)
         assert scratch.fetch(tickets[6]).stride() == tensors[6].stride()
 
-    @settings(max_examples=30)
-    @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=30))
-    def test_released_space_is_reused_and_never_while_it_is_taken(self, steps: list[tuple[bool, int]]) -> None:
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as folder:
-            scratch = DiskTier(folder, CPU).scratch()
-            assert scratch is not None
-            kept: list[tuple[object, torch.Tensor]] = []
-            most = 0
-            for k, (store, size) in enumerate(steps):
-                if store or not kept:
-                    tensor = torch.full((size * 10,), float(k))
-                    kept.append((scratch.store(tensor), tensor))
-                    most = max(most, len(kept))
-                else:
-                    scratch.release(kept.pop(0)[0])
-                for ticket, tensor in kept:
-                    assert torch.equal(scratch.fetch(ticket), tensor)
-            own = open_files(folder, "boundaries")
-            assert sum(path.stat().st_size for path in own) <= 240 * most  # room for each size at most
-            scratch.close()
-
     def test_files_have_no_names_and_end_with_their_blocks(self, tmp_path: Path) -> None:
         tier = DiskTier(tmp_path, CPU)
         block = tier.allocate(100, "weights")
