@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from inspect import signature
 from typing import Any
 
@@ -123,6 +123,15 @@ class MemoryPolicy:
         """Whether anything is left to plan (also which shards are resident), or there is a limit to keep."""
         fields = (self.slots, self.boundary_bytes, self.graph_bytes, self.gradient_bytes)
         return self.memory != "auto" or None in fields or self.resident_bytes != 0
+
+    def __repr__(self) -> str:
+        given = [repr(self.memory)] if self.memory != "auto" else []
+        given += [
+            f"{one.name}={getattr(self, one.name)!r}"
+            for one in fields(self)
+            if one.name != "memory" and getattr(self, one.name) not in (None, ())
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def limit_of(self, place: str) -> int | None:
         """Bytes for ``"device"`` or ``"host"``; None for ``"auto"``. One number is for the device."""

@@ -47,7 +47,7 @@ def test_what_is_no_memory_is_named(memory: Any) -> None:
 
 def test_the_memory_of_an_offloaded_tower_is_the_models() -> None:
     model = OffloadModel(tower(), "cpu", num_slices=3, checkpoint_activation=True)
-    with pytest.raises(ValueError, match=r"that of the model, got memory=MemoryPolicy\(.*pass it to the model"):
+    with pytest.raises(ValueError, match=r"that of the model, got memory=MemoryPolicy\(8\); pass it to the model"):
         step_of([model, model], 8)
     plain = tower()
     step = step_of([plain, model], "1MiB")  # of the plain one
