@@ -7,39 +7,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from offload import MemoryPolicy, OffloadOptimizer
 from tests.offload.mesh.graph_claims import a_limit_of_memory_is_planned_for_by_all_ranks_alike
 from tests.offload.mesh.world import Large, LateLane, World, advance, batch, loss_of
+from tests.offload.planning.test_peak_memory import Living
 
 __all__ = ["CLAIMS"]
 
 
-class Living(TorchDispatchMode):
-    """Counts the bytes of results of operations that are still referenced.
-
-    Adds gradients in place, as autograd does where it sees no mode.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-        self._nbytes: dict[StorageWeakRef, int] = {}
+class LivingInBackward(Living):
+    """Adds gradients in place, as autograd does where it sees no mode."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and args[0].shape == args[1].shape:
             func = torch.ops.aten.add_.Tensor
-        result = func(*args, **(kwargs or {}))
-        given = {StorageWeakRef(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and (made := StorageWeakRef(x.untyped_storage())) not in given:
-                self._nbytes[made] = x.untyped_storage().nbytes()
-        self._nbytes = {made: nbytes for made, nbytes in self._nbytes.items() if not made.expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(self._nbytes.values()))
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def stack() -> nn.Sequential:
@@ -60,7 +43,7 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
         optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
         planner: Any = model._homes.steps.planner
         for planned in (False, True, True):
-            with Living() as living:
+            with LivingInBackward() as living:
                 loss_of(model(world.part(rows))).backward()
             advance(optimizer)
             if planned:

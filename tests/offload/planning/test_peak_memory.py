@@ -1,14 +1,21 @@
-"""What a step holds: weights at home once, saved activations until their backward, and no graph after a failure."""
+"""What a step holds: as much as predicted, weights at home once, saved activations until their backward."""
 
 from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
+from offload.streaming.lane import Arrival, CopyLane, CopyLanes
 
 WIDTH = 64
 DEPTH = 4
@@ -26,6 +33,102 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.narrow(functional.gelu(self.widen(self.norm(x))))
         return x + y
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of results of operations that are still referenced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._nbytes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and (made := StorageWeakRef(x.untyped_storage())) not in given:
+                self._nbytes[made] = x.untyped_storage().nbytes()
+        self._nbytes = {made: nbytes for made, nbytes in self._nbytes.items() if not made.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(self._nbytes.values()))
+        return result
+
+
+class Last(Arrival):
+    def __init__(self, copy: Callable[[], None], after: Sequence[Arrival]) -> None:
+        self.copy: Callable[[], None] | None = copy
+        self.after = after
+
+    def wait(self) -> None:
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            for arrival in self.after:
+                arrival.wait()
+            with torch.no_grad():
+                copy()
+
+    synchronize = wait
+
+
+class AtLast(CopyLane):
+    """Copies when it is waited for: what is on its way is there as long as it may be."""
+
+    def __init__(self) -> None:
+        self.pending: list[Arrival] = []
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        self.pending.append(Last(copy, after))
+        return self.pending[-1]
+
+    def wait_idle(self) -> None:
+        while self.pending:
+            self.pending.pop(0).wait()
+
+    close = wait_idle
+
+
+def model_of(home: str, monkeypatch: pytest.MonkeyPatch, depth: int = DEPTH, **settings: Any) -> OffloadModel:
+    monkeypatch.setattr("offload.construction.open_lanes", lambda device, **_: CopyLanes(AtLast(), AtLast(), AtLast()))
+    torch.manual_seed(0)
+    return OffloadModel(nn.Sequential(*(Block() for _ in range(depth))), "cpu", home, **settings)
+
+
+def step(model: OffloadModel, x: Tensor) -> None:
+    """The user has the output, and autograd its gradient, until backward is over, as a prediction supposes."""
+    model.zero_grad()
+    output = model(x)
+    output.backward(torch.ones_like(output))
+
+
+@pytest.mark.parametrize("rows", [16, 128, 1024])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"checkpoint_activation": True, "num_slices": DEPTH},
+        {"checkpoint_activation": True, "num_slices": 2},
+        {"checkpoint_activation": True, "num_slices": DEPTH, "num_microbatches": 2},
+        {"checkpoint_activation": False, "num_slices": DEPTH},
+        {"checkpoint_activation": False, "num_slices": DEPTH, "num_microbatches": 4},
+        {"checkpoint_activation": True, "num_slices": DEPTH, "memory": MemoryPolicy.fixed(graph_bytes="64MiB")},
+    ],
+    ids=lambda settings: ", ".join(f"{value}" for value in settings.values()),
+)
+def test_the_predicted_peak_is_what_is_alive_at_the_fullest_moment(
+    home: str, settings: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of(home, monkeypatch, **settings), torch.randn(rows, WIDTH)
+    step(model, x)
+    step(model, x)
+    predicted = model.estimate(rows).memory_bytes
+    homes = model._homes
+    fixed = homes.streamer.slots * homes.streamer.slot_bytes
+    if home == "cpu":
+        fixed += sum(shard.home.nbytes for shard in homes.shards if shard.home is not None)
+    model.zero_grad()
+    gc.collect()
+    with Living() as living:
+        step(model, x)
+    assert fixed + living.peak_bytes == pytest.approx(predicted, rel=0.15)
 
 
 def test_a_tied_weight_is_stored_once() -> None:
