@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.forms.quantised import StoredTensor, stored_tensors
+from offload.forms.weight_forms import WeightForm
 from offload.planning.partition import aligned
-from offload.streaming.quantised import StoredTensor, stored_tensors
-from offload.streaming.weight_forms import WeightForm
 from pipe.refusals import beyond_layers
 
 __all__ = [

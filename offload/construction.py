@@ -19,23 +19,23 @@ from offload.blocks.own_forward import OwnForward
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.mesh_engine import MeshEngine
-from offload.engine.plans.mesh_planner import plan_memory
-from offload.engine.plans.outside import bytes_staying
+from offload.engine.outside import bytes_staying
 from offload.files.pretrained import Pretrained
+from offload.forms.quantised import check_storable, is_taken_apart, separate, stored_tensors
 from offload.limits import MemoryLimits
 from offload.memory import MemoryArguments, Needs, layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh
 from offload.microbatches import MicroBatches
 from offload.persistence import PersistentHome
+from offload.planner.mesh_planner import plan_memory
 from offload.planning.budget import GAPS_SHARE
 from offload.policy import MemoryPolicy
+from offload.rollback import Rollback
 from offload.running import LayersInOrder
 from offload.storage import DiskHome, home_of, open_tier
 from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.lane import open_lanes
-from offload.streaming.quantised import check_storable, is_taken_apart, separate, stored_tensors
 from offload.streaming.resident import chosen, chosen_form
-from offload.streaming.rollback import Rollback
 from offload.telemetry.statistics import Meter
 from pipe.process import finalize_here
 from pipe.torch_private.amp import complete_copies_of_grad_scalers

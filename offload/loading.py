@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.files.pretrained import KeyMap, Pretrained, tensors_of
+from offload.meta_device.recipes import give_values, record, watch
 from offload.storage.buffer import empty_on_host
-from offload.streaming.recipes import give_values, record, watch
 
 __all__ = ["adapted", "build_model", "init_empty_weights", "names_of_transformers"]
 

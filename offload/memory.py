@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload.arguments import layer_bytes
+from offload.forms.weight_forms import WeightForm
 from offload.limits import HOST, MemoryLimits, check_place, limits_of, numbers_of
 from offload.mesh.sharding import least_of_ranks
 from offload.mesh.traffic import bytes_beside_one_process, least_exchange_bytes
@@ -20,7 +21,6 @@ from offload.planning.step_bytes import step_bytes
 from offload.planning.step_model import Choice, StepModel
 from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, policy_of
 from offload.storage.buffer import has_own_memory
-from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 
 if TYPE_CHECKING:

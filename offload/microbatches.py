@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offload.engine.homes import ModelHomes
-from offload.engine.plans.rows import largest_rows
+from offload.planning.rows import largest_rows
 from pipe.nested import flatten
 
 __all__ = ["MicroBatches"]

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from offload.blocks.find import BlockNames, Blocks
 from offload.blocks.fixed_structure import methods_refused
 from offload.construction import Arguments, Offloaded, construct
+from offload.copies import Copies
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.plans.prediction import Estimate, next_plan, predict_step
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.loading import adapted, build_model, names_of_transformers
 from offload.microbatches import MicroBatches
 from offload.module import refuse_copies, refuse_moves, show_values, store_values
+from offload.planner.prediction import Estimate, next_plan, predict_step
 from offload.planning.budget import shown_bytes
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
-from offload.streaming.copies import Copies
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.streamer import share_slots
 from offload.telemetry.memory_report import MemoryReport

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from offload.forms.quantised import stored_tensors
 from offload.mesh.shard import layout_of_parts
 from offload.mesh.sharding import Sharding
+from offload.meta_device.materialize import InPlace, Values
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.storage.persistent import PersistentTier
 from offload.streaming.layer_homes import LayerLayout
-from offload.streaming.materialize import InPlace, Values
-from offload.streaming.quantised import stored_tensors
 
 __all__ = ["PersistentHome"]
 

@@ -15,18 +15,18 @@ from offload.arguments import names_taken
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
-from offload.engine.plans.memory_planner import TooLargeError
-from offload.engine.plans.rows import (
+from offload.engine.sequential import measured_activations, run_layers
+from offload.engine.structure import Structure
+from offload.limits import cell_bytes
+from offload.microbatches import MicroBatches
+from offload.planner.memory_planner import TooLargeError
+from offload.planning.rows import (
     by_chunk,
     kind_of,
     looks_across_rows,
     rows_in,
     runs_together,
 )
-from offload.engine.sequential import measured_activations, run_layers
-from offload.engine.structure import Structure
-from offload.limits import cell_bytes
-from offload.microbatches import MicroBatches
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import map_tensors, tensors_in

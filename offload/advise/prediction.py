@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.advise.profile import Work
 from offload.advise.rates import Rates
-from offload.engine.plans.steps import BUFFERS_SHARE
+from offload.engine.steps import BUFFERS_SHARE
 from offload.optim.update_blocks import StoredStates, update_block_bytes_of
 from offload.planning.choose import NothingFitsError, Prediction, choose, least_limit, moves, predict
 from offload.planning.memory_profile import MemoryProfile

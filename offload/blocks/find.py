@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from offload.streaming.quantised import is_taken_apart
+from offload.forms.quantised import is_taken_apart
 
 __all__ = [
     "BlockNames",

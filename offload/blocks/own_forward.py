@@ -18,9 +18,9 @@ from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.structure import Structure
+from offload.forms.quantised import is_taken_apart, refresh, stored_tensors
+from offload.meta_device.materialize import Materializer, Values
 from offload.microbatches import MicroBatches
-from offload.streaming.materialize import Materializer, Values
-from offload.streaming.quantised import is_taken_apart, refresh, stored_tensors
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import map_tensors, tensors_in

@@ -39,7 +39,7 @@ from offload.engine.observed import CellPlace, ObservedStep
 from offload.engine.passes import Forward, Slots
 from offload.engine.visit import Visit
 from offload.engine.weights import Weights
-from offload.streaming.quantised import check_frozen
+from offload.forms.quantised import check_frozen
 from pipe.freed import Life
 from pipe.nested import flatten, tensors_in
 from pipe.process import check_process

@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.plans.outside import LeafBytes, outside_bytes
-from offload.engine.plans.rows import RowUnits, looks_across_rows
-from offload.engine.plans.steps import Steps
+from offload.engine.outside import LeafBytes, outside_bytes
 from offload.engine.references import References
+from offload.engine.steps import Steps
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
+from offload.forms.weight_forms import WeightForm
 from offload.mesh.public import PublicParameters
 from offload.mesh.sharding import Sharding
+from offload.meta_device.materialize import Values, move_buffers
+from offload.planning.rows import RowUnits, looks_across_rows
 from offload.planning.step_model import OutsideBytes
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
@@ -33,12 +35,10 @@ from offload.storage.host import DeviceTier, HostTier
 from offload.streaming.current_values import read_current_values
 from offload.streaming.lane import CopyLanes, error_context
 from offload.streaming.layer_homes import make_shards
-from offload.streaming.materialize import Values, move_buffers
 from offload.streaming.moves import move_homes
 from offload.streaming.resident import resident_shard
 from offload.streaming.shard import Shard, round_gradients
 from offload.streaming.streamer import Streamer
-from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
 from pipe.process import check_process

@@ -45,10 +45,10 @@ from offload.files.parts import PARTS, StoredParts, named_states, on_all, ranks_
 from offload.files.save_folder import INDEX, Index, Save, read_index
 from offload.files.tensor_file import TensorFile, check_sum, write_tensors
 from offload.files.untrusted import inside
+from offload.forms.quantised import state_in_parts
 from offload.mesh.ranks import Ranks
 from offload.optim import OffloadOptimizer
 from offload.progress import progress
-from offload.streaming.quantised import state_in_parts
 from offload.streaming.stored_values import StoredValues, deferring_values
 
 __all__ = ["INDEX", "Checkpoint", "generator_states", "load_checkpoint", "save_checkpoint"]

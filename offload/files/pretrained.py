@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from offload.files.save_folder import read_index
 from offload.files.tensor_file import TensorFile
-from offload.streaming.quantised import part_names
+from offload.forms.quantised import part_names
 
 __all__ = ["KeyMap", "Pretrained", "Stored", "Unmatched", "load_pretrained", "tensors_of"]
 

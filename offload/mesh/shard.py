@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from offload.forms.quantised import StoredTensor, stored_tensors
 from offload.mesh.parts import Part, WholePart, cuts_between, offsets_of, pieces_of
 from offload.mesh.ranks import Ranks
+from offload.meta_device.materialize import Materializer, Values
 from offload.storage import Tier
 from offload.streaming.layer_homes import LayerLayout
-from offload.streaming.materialize import Materializer, Values
-from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
 

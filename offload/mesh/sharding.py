@@ -17,10 +17,10 @@ from offload.mesh.gradients import LocalSums, MeshGradientOffload
 from offload.mesh.ranks import Ranks, check_devices, transport_for
 from offload.mesh.shard import MeshShard, make_mesh_shards
 from offload.mesh.sharded import MeshParameters, resident_parts
+from offload.meta_device.materialize import Values
 from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
 from offload.storage.persistent import RANKS, homes_in
 from offload.streaming.lane import CopyLanes, ThreadCopyLane
-from offload.streaming.materialize import Values
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
 

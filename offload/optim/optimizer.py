@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.forms.quantised import is_taken_apart
 from offload.optim.groups import (
     GroupChanges,
     check_choices,
@@ -32,7 +33,6 @@ from offload.storage.buffer import has_own_memory, on_own_storages
 from offload.streaming.grad_norm import attached_norm, norms_of, total_norm
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
-from offload.streaming.quantised import is_taken_apart
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.recompute.thread_state import restores_thread_state

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.forms.quantised import StoredTensor
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_buffers import Blocks, UpdateBlock, Write
 from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, step_encoded
 from offload.storage import Block
 from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
-from offload.streaming.quantised import StoredTensor
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
 from offload.streaming.stored_values import StoredValues

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.forms.weight_forms import WeightForm, pieces
 from offload.optim import dynamic_map
 from offload.optim.dynamic_map import BLOCK
 from offload.storage.buffer import thread_memory
 from offload.storage.contract import in_order
 from offload.streaming.slices import Slice
-from offload.streaming.weight_forms import WeightForm, pieces
 
 __all__ = [
     "FULL",

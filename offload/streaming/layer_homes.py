@@ -24,16 +24,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from offload.forms.quantised import StoredTensor, stored_tensors
+from offload.forms.weight_forms import WeightForm
+from offload.meta_device.materialize import Materializer, Values
 from offload.planning.partition import aligned
 from offload.progress import progress
 from offload.storage import Tier
 from offload.storage.buffer import PAGE_BYTES, whole_pages
-from offload.streaming.materialize import Materializer, Values
-from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
 from offload.streaming.stored_values import StoredValues, note_owner, seal
-from offload.streaming.weight_forms import WeightForm
 
 __all__ = ["LayerLayout", "make_shards"]
 

@@ -12,13 +12,13 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from offload.forms.quantised import StoredTensor, stored_tensors
+from offload.forms.weight_forms import WeightForm, weight_form_of
 from offload.storage import DiskHome
 from offload.storage.buffer import device_buffer
 from offload.storage.host import DeviceTier, MemoryBlock
-from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import layout
-from offload.streaming.weight_forms import WeightForm, weight_form_of
 
 __all__ = ["chosen", "resident_shard"]
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from offload.forms.quantised import stored_tensors
 from offload.storage import Block, Tier
 from offload.streaming.contract import PendingUpdate
-from offload.streaming.quantised import stored_tensors
 from offload.streaming.slices import Slice, read_converted
 from offload.streaming.stored_gradients import GradientRegion, GradientTypes, set_gradient
 from pipe.torch_private.autograd import outside_inference_mode

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from offload.forms.quantised import StoredTensor
+from offload.forms.weight_forms import WeightForm
 from offload.planning.partition import aligned
 from offload.storage import Block
 from offload.storage.buffer import host_buffer, on_own_storage
 from offload.storage.contract import in_order
-from offload.streaming.quantised import StoredTensor
-from offload.streaming.weight_forms import WeightForm
 from pipe.torch_private.autograd import outside_inference_mode
 
 __all__ = ["Slice", "layout", "read_converted"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import offload.model
 from offload import OffloadModel, save_checkpoint
 from offload.files.tensor_file import TensorFile
-from offload.streaming.materialize import Materializer
+from offload.meta_device.materialize import Materializer
 from tests.offload.interrupts import interrupted, lines_of
 from tests.offload.open_files import open_files
 from tests.offload.test_faults import Faults

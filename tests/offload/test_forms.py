@@ -24,10 +24,10 @@ from offload import (
     load_pretrained,
     save_checkpoint,
 )
+from offload.forms.weight_forms import noise, weight_form_of
 from offload.optim.dynamic_map import decode, encode
 from offload.optim.state_forms import in_full
 from offload.streaming.grad_norm import norm_of
-from offload.streaming.weight_forms import noise, weight_form_of
 
 BF16 = torch.bfloat16
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.engine.plans.memory_planner import MemoryPlanner
+from offload.planner.memory_planner import MemoryPlanner
 from offload.planning.choose import moves
 from offload.telemetry.peak import anonymous_bytes
 from tests.offload.zoo import OwnForward

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.plans.step_memory import StepMemory
+from offload.planner.step_memory import StepMemory
 
 pytestmark = pytest.mark.usefixtures("own_memory")
 

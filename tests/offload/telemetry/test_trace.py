@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.engine.plans.prediction import next_plan
+from offload.planner.prediction import next_plan
 from offload.planning.plan import CELLS, Kind
 from tests.offload.planning.proof import validate
 

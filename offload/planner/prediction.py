@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload.engine.homes import ModelHomes
-from offload.engine.plans.measured import step_model
+from offload.planner.measured import step_model
 from offload.planning.budget import shown_record
 from offload.planning.choose import predict
 from offload.planning.plan import Kind, Plan

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from offload.engine.plans.rows import remember
 from offload.planning.plan import Plan
+from offload.planning.rows import remember
 from offload.planning.step_model import Choice, Key, Sizes
 from offload.policy import MemoryPolicy
 from offload.streaming.shard import Shard

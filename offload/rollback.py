@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from offload.streaming.quantised import refresh, stored_tensors
+from offload.forms.quantised import refresh, stored_tensors
 
 __all__ = ["Rollback"]
 

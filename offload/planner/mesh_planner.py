@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from offload.engine.homes import ModelHomes
-from offload.engine.plans.memory_planner import MemoryPlanner
 from offload.limits import MemoryLimits
+from offload.planner.memory_planner import MemoryPlanner
 from offload.planning.step_model import Choice
 from offload.policy import MemoryPolicy
 from offload.storage.buffer import has_own_memory

@@ -22,7 +22,8 @@ from typing import Any
 
 from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
-from offload.engine.plans.measured import (
+from offload.limits import MemoryLimits
+from offload.planner.measured import (
     bytes_left,
     holds_gradients,
     in_host_memory,
@@ -30,11 +31,10 @@ from offload.engine.plans.measured import (
     step_model,
     unowned_gradients,
 )
-from offload.engine.plans.rows import remember, shown, split
-from offload.engine.plans.step_memory import StepMemory, bound_of
-from offload.limits import MemoryLimits
+from offload.planner.step_memory import StepMemory, bound_of
 from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, least_limit, predict
+from offload.planning.rows import remember, shown, split
 from offload.planning.step_model import Choice, Given, StepModel
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from offload.meta_device.recipes import Recipe, recipe_of
 from offload.storage.buffer import empty_on_host
-from offload.streaming.recipes import Recipe, recipe_of
 
 __all__ = ["InPlace", "Materializer", "Values", "move_buffers"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from offload.streaming.quantised import is_wrapped, with_parts
+from offload.forms.quantised import is_wrapped, with_parts
 
 __all__ = ["Copies"]
 
