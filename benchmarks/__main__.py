@@ -29,7 +29,7 @@ BENCHMARKS = {  # name -> the question
 }
 #: Pages with claims, in the order of their table in benchmarks/results/README.md.
 CLAIMED = ["optimizer-billion", "optimizer", "build-huge", "qwen-embedding", "memory-latency", "retrieval"]
-CLAIMED += ["gradcache-batch", "pipe-ladder", "train-overlap"]
+CLAIMED += ["gradcache-batch", "pipe-ladder", "train-overlap", "gpu-qwen3", "gpu-blocks"]
 
 
 def load(name: str) -> Benchmark:
