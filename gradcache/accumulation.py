@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradcache.autograd_node import wide, with_backward
+from gradcache.autograd_node import wide
 from offload.streaming.stored_gradients import set_gradient
 from pipe.torch_private.autograd import HiddenHooks, has_hooks
 
@@ -121,29 +121,23 @@ class Accumulation:
 
     @torch.no_grad()
     def _add(self, gradients: list[Tensor | None], reduce: Reduce | None) -> None:
-        hidden = [self._hidden.get(id(parameter)) for parameter in self.parameters]
-        if reduce is not None:
-            for k, hooks in enumerate(hidden):
-                if hooks is not None and (gradient := gradients[k]) is not None:
-                    gradients[k] = hooks.changed(gradient.to(self.parameters[k].dtype))
-            gradients = reduce(gradients)
-        hooked: list[tuple[Tensor, Tensor]] = []
+        # The hooks are called here, not by a backward, whose hooks wrappers may take for another one's.
+        for k, parameter in enumerate(self.parameters):
+            hooks, gradient = self._hidden.get(id(parameter)), gradients[k]
+            if hooks is not None and gradient is not None:
+                gradients[k] = hooks.changed(gradient.to(parameter.dtype))
+        gradients = gradients if reduce is None else reduce(gradients)
+        hooked: list[HiddenHooks | None] = []
         for k, parameter in enumerate(self.parameters):
             gradient, gradients[k] = gradients[k], None  # a sum of 32 bits is freed as soon as it is rounded
-            if gradient is None:
-                continue
-            if hidden[k] is None:
+            if gradient is not None:
                 self._add_one(parameter, gradient)
-            else:
-                hooked.append((parameter, gradient.to(parameter.dtype)))
+                hooked.append(self._hidden.get(id(parameter)))
             del gradient
         # Last, since such a hook may step an optimizer that has other parameters, too.
-        if reduce is None:
-            _accumulate(hooked)
-            return
-        for parameter, gradient in hooked:  # not by autograd, whose hooks wrappers may take for another backward's
-            self._add_one(parameter, gradient)
-            self._hidden[id(parameter)].run_after_accumulation()
+        for hooks in hooked:
+            if hooks is not None:
+                hooks.run_after_accumulation()
 
     def _add_one(self, parameter: Tensor, gradient: Tensor) -> None:
         # What a home stores may have another type than its gradient, which keeps its own.
@@ -171,20 +165,3 @@ class Accumulation:
     def _restore(self) -> None:
         for parameter, before in zip(self.parameters, self._before, strict=True):
             set_gradient(parameter, before)
-
-
-def _accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Adds gradients to the leaves that they are paired with by one backward, which runs the hooks of the leaves."""
-    if not pairs:
-        return
-    leaves, gradients = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
-    pairs.clear()
-
-    def backward(_: Any) -> list[Tensor]:
-        given = gradients.copy()
-        gradients.clear()  # with no other reference autograd takes a gradient as it is, and a hook frees it
-        return given
-
-    with torch.enable_grad():
-        (root,) = with_backward([torch.zeros(())], leaves, backward)
-    root.backward()
