@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gradcache.chunks import call_arguments
-from gradcache.streamed import StreamedModel
 from gradcache.two_pass import device_of, devices_in_use
+from offload import MemoryPolicy, OffloadModel
 from offload.limits import MemoryLimits, cell_bytes, check_place, limits_of, numbers_of
 from offload.machine import free_bytes
-from offload.policy import MemoryPolicy
 from pipe.microbatch import rows_of
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.replay import Layers, Replay, trial
@@ -48,7 +47,7 @@ class StepMemory:
         """Raises ValueError for a policy beside towers that have their own, or a number that holds no gradients."""
         if self.policy is None or not towers:
             return
-        if all(isinstance(tower, StreamedModel) for tower in towers):
+        if all(isinstance(tower, OffloadModel) for tower in towers):
             raise ValueError(
                 f"the memory of a GradCache step over {type(towers[0]).__name__} is that of the model, got "
                 f"memory={self.policy!r}; pass it to the model: OffloadModel(..., memory=...)"
@@ -57,13 +56,13 @@ class StepMemory:
 
     def activation_bytes(self, model: nn.Module, towers: Sequence[nn.Module]) -> int:
         """Bytes that the graph of a chunk may keep."""
-        own = getattr(model, "memory_policy", None)
+        own = model.memory_policy if isinstance(model, OffloadModel) else None
         for policy in (self.policy, own):
-            if isinstance(policy, MemoryPolicy) and policy.activation_bytes is not None:
+            if policy is not None and policy.activation_bytes is not None:
                 return policy.activation_bytes
-        if isinstance(own, MemoryPolicy) and (given := cell_bytes(own, device_of(model))) is not None:
+        if own is not None and (given := cell_bytes(own, device_of(model))) is not None:
             return given
-        if self.policy is None or isinstance(model, StreamedModel):
+        if self.policy is None or isinstance(model, OffloadModel):
             return free_bytes(device_of(model)) // _SHARE_OF_FREE
         limits, gradients = self._granted(towers)
         left = max(limits.device.nbytes - gradients, 1)
@@ -95,7 +94,7 @@ class StepMemory:
     def _granted(self, towers: Sequence[nn.Module]) -> tuple[MemoryLimits, int]:
         """What these towers' steps may hold, and bytes of their gradients."""
         assert self.policy is not None
-        plain = [tower for tower in dict.fromkeys(towers) if not isinstance(tower, StreamedModel)]
+        plain = [tower for tower in dict.fromkeys(towers) if not isinstance(tower, OffloadModel)]
         parameters = dict.fromkeys(parameter for model in plain for parameter in model.parameters())
         device, gradients = device_of(*plain), _bytes(p for p in parameters if p.requires_grad)
         made_for = device, gradients
@@ -133,12 +132,14 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
     return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
 
 
-def kept_by_a_shard(model: Any, chunk: Any, process: Callable[[Any], Any], output_fn: Callable[[Any], Any]) -> int:
+def kept_by_a_shard(
+    model: OffloadModel, chunk: Any, process: Callable[[Any], Any], output_fn: Callable[[Any], Any]
+) -> int:
     """The same for a model that streams its shards: bytes that the graph of one shard keeps for a chunk."""
     replay = Replay.capture(devices_in_use(tensors_in(chunk), list(model.parameters())))
     with _as_if_trained(model), replay.again():
         call = call_arguments(process(map_tensors(lambda tensor: tensor.detach().clone(), chunk)))
-        return int(model.activation_bytes(call, output_fn=output_fn))
+        return model.activation_bytes(call, output_fn=output_fn)
 
 
 @contextlib.contextmanager

@@ -28,10 +28,10 @@ from gradcache import representations
 from gradcache.chunk_size import StepMemory, kept_by_a_shard, kept_bytes
 from gradcache.distributed import check_equal_chunks, unwrapped, watch
 from gradcache.step import Step
-from gradcache.streamed import StreamedModel, Tower
+from gradcache.streamed import Tower
 from gradcache.two_pass import ChunkState, InputGradients, device_of, first_pass, is_trainable, repeatable
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
-from offload import MemoryPolicy
+from offload import MemoryPolicy, OffloadModel
 from offload.policy import policy_of
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.thread_state import restores_thread_state
@@ -58,9 +58,9 @@ class GradCache:
     Args:
         models: the encoders ("towers"), one per input of a step; the same module may be listed more than once. A
             callable (``clip.encode_image``) trains the modules that are found in it, see ``used_modules``.
-            A model with ``forward_chunks`` (``offload.OffloadModel``) is run shard by shard, see ``streamed``, by
-            itself or inside another module, see ``wrapped``; make it with ``checkpoint_activation=True``, or it keeps
-            the activations of all chunks.
+            An :class:`offload.OffloadModel` is run shard by shard, see ``streamed``, by itself or inside another
+            module, see ``wrapped``; make it with ``checkpoint_activation=True``, or it keeps the activations of all
+            chunks.
         chunk_sizes: rows of a chunk, for all towers or one number each; ``"auto"``: as many as fit ``memory``.
         loss_fn: ``loss_fn(*representations, **loss_kwargs)`` returns the scalar loss, or a tuple that starts with it.
         split_input_fn: ``split_input_fn(model_input, chunk_size)`` returns the chunks; default :meth:`split_inputs`.
@@ -235,7 +235,7 @@ class GradCache:
         Returns:
             The loss of the whole batch, detached. :attr:`step_result` holds it with the representations.
         """
-        heads = self._heads("get_reps", "processed", "compute_loss", given=loss_kwargs)
+        heads = self._heads("get_reps", "processed", "compute_loss", given=loss_kwargs.values())
         step = self._step(model_inputs, heads)
         self._check = step.check
         with step.gradients() as commit:
@@ -302,7 +302,7 @@ class GradCache:
         # A subclass that overrides model_call gets the model as it was given, including a DDP wrapper.
         models = list(self.towers if self.replaced("model_call") else map(unwrapped, self.towers))
         for model, inner in zip(self.towers, models, strict=True):
-            if model is not inner and isinstance(inner, StreamedModel):
+            if model is not inner and isinstance(inner, OffloadModel):
                 raise ValueError(
                     f"expected a {type(inner).__name__} by itself, got one in {type(model).__name__}: its gradients "
                     f"are offloaded, so the wrapper does not reduce them; make it with mesh=, which does, or average "
@@ -318,7 +318,7 @@ class GradCache:
             return size
 
         def measure(chunk: Any) -> int:
-            if isinstance(model, StreamedModel) and not self.replaced("model_call"):
+            if isinstance(model, OffloadModel) and not self.replaced("model_call"):
                 with self.autocast(model):
                     return kept_by_a_shard(model, chunk, self.processed, self.representation_of)
             return kept_bytes(model, chunk, self.encoder_of(model))
@@ -399,12 +399,11 @@ class GradCache:
         """Whether a subclass, or an attribute of this object, replaces one of these hooks."""
         return any(getattr(getattr(self, hook), "__func__", None) is not getattr(GradCache, hook) for hook in hooks)
 
-    def _heads(self, *hooks: str, given: Mapping[str, Any] | None = None) -> UsedModules:
+    def _heads(self, *hooks: str, given: Iterable[Any] = ()) -> UsedModules:
         """The modules and tensors that these hooks train, and parameters passed to them in ``given``."""
         functions = {"get_reps": self.get_rep_fn, "processed": self.process_fn, "compute_loss": self.loss_fn}
         used = [getattr(self, hook) if self.replaced(hook) else functions[hook] for hook in hooks]
-        values = given.values() if given is not None else ()
-        return UsedModules(*used, *(v for v in values if not isinstance(v, Tensor) or isinstance(v, nn.Parameter)))
+        return UsedModules(*used, *(v for v in given if not isinstance(v, Tensor) or isinstance(v, nn.Parameter)))
 
     def autocast(self, *owners: Any) -> contextlib.AbstractContextManager[Any]:
         """The autocast context of ``precision`` for the device of these modules or tensors."""

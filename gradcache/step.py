@@ -3,7 +3,7 @@
 ==================================  =================================================================================
 model                               module that runs it
 ==================================  =================================================================================
-has ``forward_chunks``              ``streamed``: each shard is loaded once for all chunks of all towers of this model
+is an ``OffloadModel``              ``streamed``: each shard is loaded once for all chunks of all towers of this model
 contains such a model               ``wrapped``: the same for the model inside, chunk by chunk around it
 any other; or a subclass replaces   ``two_pass``: chunk by chunk, through the hooks ``forward_no_grad`` and
 ``model_call`` or such a hook       ``forward_backward``
@@ -18,16 +18,17 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradcache import representations
 from gradcache.accumulation import Accumulation
 from gradcache.contract import StepOwner
 from gradcache.distributed import Reduction, after_backward, broadcast_buffers
-from gradcache.streamed import StreamedModel, StreamedTowers, Tower
+from gradcache.streamed import StreamedTowers, Tower
 from gradcache.two_pass import InputGradients
 from gradcache.used_modules import CallableModel, UsedModules
 from gradcache.wrapped.towers import WrappedTowers, streamed_inside, warn_once
+from offload import OffloadModel
 from offload.identities import identities_only
 from pipe.microbatch import rows_of
 from pipe.nested import tensors_in
@@ -50,7 +51,7 @@ class Step:
         with identities_only():
             # A streamed model offloads its gradients itself.
             self._at_home = [p for model in own for part in streamed_inside(model) for p in part.parameters()]
-            parameters = [p for module in own if not isinstance(module, StreamedModel) for p in module.parameters()]
+            parameters = [p for module in own if not isinstance(module, OffloadModel) for p in module.parameters()]
         tensors = [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
         self._parameters = [*parameters, *tensors, *heads.tensors]
         self._reduction = Reduction(owner.towers, heads)
@@ -97,35 +98,35 @@ class Step:
         """The first pass. Returns the representations of each tower."""
         if torch.is_grad_enabled():
             broadcast_buffers(self._owner.towers)
-        groups: dict[int, tuple[StreamedModel, list[Tower]]] = {}
-        wrapped = self._wrapped()
+        together: dict[OffloadModel, list[Tower]] = {}
+        wrapped, one_by_one = self._wrapped(), self._owner.replaced(*_CHUNK_HOOKS)
         for tower in self.towers:
             if tower in wrapped:
                 if tower is wrapped[0]:
                     self._shared.append(WrappedTowers(self._owner, wrapped, self.inputs))
                     self._shared[0].encode()
-            elif (model := self._streamed(tower.model)) is not None:
-                groups.setdefault(id(tower.model), (model, []))[1].append(tower)
+            elif isinstance(tower.model, OffloadModel) and not one_by_one:
+                together.setdefault(tower.model, []).append(tower)
             else:
                 tower.encoded, tower.states = self._owner.forward_no_grad(tower.model, tower.chunks)
                 tower.wants_gradient = any(getattr(state, "requires_grad", True) for state in tower.states)
-        for model, group in groups.values():
+        for model, group in together.items():
             self._shared.append(StreamedTowers(self._owner, model, group, self.inputs))
             self._shared[-1].encode()
         return [tower.encoded for tower in self.towers]
 
     def _wrapped(self) -> list[Tower]:
         """The towers with a streamed model inside, and towers that are such a streamed model themselves."""
-        inside = {id(tower): streamed_inside(tower.model) for tower in self.towers}
-        around = [tower for tower in self.towers if inside[id(tower)] not in ([], [tower.model])]
+        inside = {tower: streamed_inside(tower.model) for tower in self.towers}
+        around = [tower for tower in self.towers if inside[tower] not in ([], [tower.model])]
         own_hooks = [hook for hook in _CHUNK_HOOKS if self._owner.replaced(hook)]
         if own_hooks:
             for tower in around:
                 reason = f"{type(self._owner).__name__} replaces {' and '.join(own_hooks)}"
-                warn_once(inside[id(tower)][0], type(tower.model).__name__, reason)
+                warn_once(inside[tower][0], type(tower.model).__name__, reason)
             return []
-        shared = {id(model) for tower in around for model in inside[id(tower)]}
-        return [tower for tower in self.towers if any(id(model) in shared for model in inside[id(tower)])]
+        shared = {model for tower in around for model in inside[tower]}
+        return [tower for tower in self.towers if not shared.isdisjoint(inside[tower])]
 
     def backward(self, cache: Sequence[Any], no_sync_except_last: bool) -> None:
         """The second pass; ``cache``: the gradient of each tower's representations."""
@@ -155,7 +156,3 @@ class Step:
                 f"return states with an attribute rows"
             )
         return rows
-
-    def _streamed(self, model: nn.Module) -> StreamedModel | None:
-        """The model, if it runs all chunks on each shard; None if they run one by one."""
-        return model if isinstance(model, StreamedModel) and not self._owner.replaced(*_CHUNK_HOOKS) else None

@@ -1,4 +1,4 @@
-"""Runs all chunks of towers that are streamed models (``OffloadModel``) in one forward and one backward per step.
+"""Runs all chunks of towers that are an ``OffloadModel`` in one forward and one backward per step.
 
 Such a model runs all chunks on each shard while that shard is loaded. GradCache is checkpointing whose outermost
 boundary is the representation, so its second pass *is* the recomputation of a checkpointed backward: nothing is
@@ -8,8 +8,6 @@ pass their chunks in one call, so each shard is loaded for all of them at once.
 ``process_fn`` runs on each chunk as a part of the first shard. Processed chunks (decoded images, padded tokens) may be
 much larger than raw ones, so only the one that is passed to the first layer exists at a time; the recomputation
 processes its chunk again, with the same random numbers.
-
-``gradcache`` uses such a model only through the two protocols below.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,27 +25,10 @@ from gradcache import representations
 from gradcache.chunks import call_arguments
 from gradcache.contract import StepOwner
 from gradcache.two_pass import InputGradients, is_trainable
+from offload import OffloadModel
 from pipe.nested import tensors_in
 
-__all__ = ["StreamedModel", "StreamedTowers", "Tower"]
-
-
-@runtime_checkable
-class StreamedModel(Protocol):
-    """A model whose forward and backward load each shard once, for any number of chunks."""
-
-    def forward_chunks(
-        self,
-        chunks: Sequence[Any],
-        output_fn: Callable[[Any], Any] | None = None,
-        input_fn: Callable[[Any], Any] | None = None,
-    ) -> list[Any]:
-        """Outputs in chunk order, with one graph, through which a backward from all of them loads each shard once.
-
-        A chunk is a tensor or ``(args, kwargs)``; or any value that ``input_fn`` converts to one of these, as part of
-        the first shard. ``output_fn`` is applied to each chunk's output as part of the last shard, so it is recomputed
-        and differentiated with it.
-        """
+__all__ = ["StreamedTowers", "Tower"]
 
 
 @dataclass(eq=False)
@@ -79,7 +60,7 @@ class Tower:
 class StreamedTowers:
     """Runs all towers of a step that are the same streamed model together."""
 
-    def __init__(self, owner: StepOwner, model: StreamedModel, towers: Sequence[Tower], inputs: InputGradients) -> None:
+    def __init__(self, owner: StepOwner, model: OffloadModel, towers: Sequence[Tower], inputs: InputGradients) -> None:
         self._owner = owner
         self._model = model
         self._towers = towers
@@ -89,7 +70,7 @@ class StreamedTowers:
 
     def encode(self) -> None:
         """The first pass: writes the representations of each tower."""
-        owner, module = self._owner, self._towers[0].model
+        owner = self._owner
         chunks = [chunk for tower in self._towers for chunk in tower.chunks]
         process = owner.process_fn
         # What needs a gradient is processed once, and keeps its graph.
@@ -97,9 +78,9 @@ class StreamedTowers:
         if not lazy:
             chunks = [self._inputs.as_leaves(owner.processed(chunk)) for chunk in chunks]
         calls = chunks if lazy else [call_arguments(chunk) for chunk in chunks]
-        input_fn = {"input_fn": partial(_first_call, owner.processed)} if lazy else {}
-        with owner.autocast(module):
-            outputs = self._model.forward_chunks(calls, output_fn=owner.representation_of, **input_fn)
+        input_fn = partial(_first_call, owner.processed) if lazy else None
+        with owner.autocast(self._model):
+            outputs = self._model.forward_chunks(calls, output_fn=owner.representation_of, input_fn=input_fn)
         trainable = any(tensor.requires_grad for tensor in tensors_in(outputs))
         self._graph = outputs if trainable else []
         remaining = map(representations.detached, outputs)

@@ -49,6 +49,7 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.autograd_node import Gradients, with_backward
 from gradcache.two_pass import InputGradients, device_of, repeatable
+from offload import OffloadModel
 from pipe.interception import intercepting
 from pipe.nested import TreeSpec, flatten, tensors_in, unflatten
 from pipe.phony import get_phony
@@ -109,7 +110,7 @@ class Call:
         function_modes = tuple(type(mode) for mode in thread.function_modes)
         settings = (thread.grad, thread.inference, thread.autocasts, function_modes, thread.hooks is None)
         #: Equal for calls that can be run together.
-        self.key = (id(model), self._modes, *settings)
+        self.key = (model, self._modes, *settings)
         #: Whether it ran with gradients.
         self._records = False
         self.input_gradients: list[Tensor | None] = []
@@ -254,14 +255,13 @@ class _Suspend(BaseException):
 class TowerState:
     """State shared by the forwards of all chunks of one tower."""
 
-    def __init__(self, model: nn.Module, observers: Mapping[int, Observer]) -> None:
+    def __init__(self, model: nn.Module, observers: Mapping[OffloadModel, Observer]) -> None:
         self.name = type(model).__name__
-        self.modules = list(model.modules())
         self.layers = repeatable(model)
-        #: Of the streamed models whose calls are intercepted, by the model's ``id``.
+        #: Of the streamed models whose calls are intercepted.
         self.observers = observers
-        #: The reason why calls run inside the forward, chunk by chunk, by the model's ``id``.
-        self.not_deferred: dict[int, str] = {}
+        #: The reason why calls of a model run inside the forward, chunk by chunk.
+        self.not_deferred: dict[OffloadModel, str] = {}
 
 
 class SuspendedForward:
@@ -307,7 +307,7 @@ class SuspendedForward:
             self._segments.pop().take_back()
         if self._suspended or early:
             # Flags that a tower sets before a call and resets after it must not affect the next chunk.
-            set_modes(self.tower.modules, modes)
+            set_modes(self.tower.layers.modules, modes)
             return [] if early else written
         self.requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         self.representation = representations.detached(output)
@@ -344,11 +344,7 @@ class SuspendedForward:
         self._stop_at, self._in_backward = stop_at, True
         self._modes = self.tower.layers.training
         try:
-            with (
-                self._thread_state.again(),
-                enable_recomputing(),
-                torch.enable_grad(),
-            ):
+            with self._thread_state.again(), enable_recomputing(), torch.enable_grad():
                 output = self._thread_state.variables.copy().run(self._run, self._chunk)
                 if stop_at is not None:
                     output, self._entering = self._entering, []
@@ -366,7 +362,7 @@ class SuspendedForward:
         self._segment.__exit__(*sys.exc_info())
         modes, self._modes = self._modes, None
         if modes is not None:
-            set_modes(self.tower.modules, modes)
+            set_modes(self.tower.layers.modules, modes)
 
     # --- one run ------------------------------------------------------------------------------------------------
 
@@ -395,20 +391,20 @@ class SuspendedForward:
 
     def _intercepted(self, model: Any, micro_batches: Sequence[Any]) -> list[Any] | None:
         """Returns the stored outputs of a call, suspends the forward, or returns None to let the model run the call."""
-        observer = self.tower.observers.get(id(model))
+        observer = self.tower.observers.get(model)
         if observer is None or not self._running:
             return None
         if self._suspended:  # the tower caught the exception that suspends it
             raise _Suspend(self)
         if reason := why_not_deferred():
-            self.tower.not_deferred[id(model)] = reason
+            self.tower.not_deferred[model] = reason
             return None
         k = self._position
         self._position += 1
         modes = self.tower.layers.training
         self._segment.close()
         # Closing restores the flags from before the segment; keep those that the tower set in it.
-        set_modes(self.tower.modules, modes)
+        set_modes(self.tower.layers.modules, modes)
         if k == self._stop_at:
             self._entering = flatten(list(micro_batches))[0]
         elif k < len(self.calls):

@@ -33,28 +33,25 @@ from gradcache.contract import StepOwner
 from gradcache.streamed import Tower
 from gradcache.two_pass import InputGradients, devices_in_use, is_trainable
 from gradcache.wrapped.suspended import Call, Observer, SuspendedForward, TowerState
+from offload import OffloadModel
 from offload.identities import identities_only
 from pipe.nested import tensors_in
 
 __all__ = ["WrappedTowers", "streamed_inside", "warn_once"]
 
 
-def streamed_inside(model: nn.Module) -> list[nn.Module]:
+def streamed_inside(model: nn.Module) -> list[OffloadModel]:
     """The streamed models in a module, itself included, each once; not those inside another streamed model."""
-    found: dict[int, nn.Module] = {}
-    seen: set[int] = set()
     # Not by modules(), which makes a streamed model apply its pending updates.
-    stack: list[nn.Module] = [model]
+    seen: dict[nn.Module, None] = {}
+    stack: list[nn.Module | None] = [model]
     while stack:
         module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if hasattr(type(module), "forward_chunks"):
-            found[id(module)] = module
-        else:
-            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
-    return list(found.values())
+        if module is not None and module not in seen:
+            seen[module] = None
+            if not isinstance(module, OffloadModel):
+                stack += reversed(module._modules.values())
+    return [module for module in seen if isinstance(module, OffloadModel)]
 
 
 class WrappedTowers:
@@ -62,23 +59,22 @@ class WrappedTowers:
 
     @identities_only()
     def __init__(self, owner: StepOwner, towers: Sequence[Tower], inputs: InputGradients) -> None:
-        self._models = {id(part): part for tower in towers for part in streamed_inside(tower.model)}
-        observers = {key: Observer(part) for key, part in self._models.items()}
         self._towers = towers
         self._inputs = inputs
         self._owner = owner
         #: The outputs of calls that ran together, with their graph; and each forward with the number of its call.
         self._joint_calls: list[tuple[list[Any], list[tuple[SuspendedForward, int, Call]]]] = []
-        self._visits: dict[int, int] = dict.fromkeys(self._models, 0)
+        self._visits = {part: 0 for tower in towers for part in streamed_inside(tower.model)}
         #: By tower and chunk.
         self._forwards: list[list[SuspendedForward]] = []
-        self._tower_states: dict[int, TowerState] = {}
+        self._tower_states: dict[nn.Module, TowerState] = {}
+        observers = {part: Observer(part) for part in self._visits}
         for tower in towers:
             model, chunks = tower.model, tower.chunks
-            if id(model) not in self._tower_states:
-                inside = {id(part): observers[id(part)] for part in streamed_inside(model)}
-                self._tower_states[id(model)] = TowerState(model, inside)
-            state = self._tower_states[id(model)]
+            if model not in self._tower_states:
+                inside = {part: observers[part] for part in streamed_inside(model)}
+                self._tower_states[model] = TowerState(model, inside)
+            state = self._tower_states[model]
             given = [list(owner.get_input_tensors(chunk)) for chunk in chunks]
             state.layers.devices = {*state.layers.devices, *devices_in_use(list(model.parameters()), given)}
             self._forwards.append([SuspendedForward(chunk, owner.encoder_of(model), state) for chunk in chunks])
@@ -132,7 +128,7 @@ class WrappedTowers:
             call = forward.call
             assert call is not None
             if reason := call.lost:
-                forward.tower.not_deferred[id(call.model)] = reason
+                forward.tower.not_deferred[call.model] = reason
                 forward.calls.append(None)
             else:
                 together.append((forward, call))
@@ -142,7 +138,7 @@ class WrappedTowers:
         with first.settings():
             entering = [call.enter() for _, call in together]
             outputs = first.model.forward_chunks(list(chain(*entering)))
-        self._visits[id(first.model)] += 1
+        self._visits[first.model] += 1
         remaining = iter(outputs)
         for (forward, call), micro_batches in zip(together, entering, strict=True):
             call.fill(list(islice(remaining, len(micro_batches))))
@@ -183,14 +179,14 @@ class WrappedTowers:
     def _warn(self) -> None:
         """Warns if shards were loaded more often than once per call, with the reason."""
         for tower_state in self._tower_states.values():
-            for key, reason in tower_state.not_deferred.items():
-                warn_once(self._models[key], tower_state.name, reason)
-        for key, visits in self._visits.items():
-            calls = [sum(a is not None and id(a.model) == key for a in f.calls) for t in self._forwards for f in t]
+            for model, reason in tower_state.not_deferred.items():
+                warn_once(model, tower_state.name, reason)
+        for model, visits in self._visits.items():
+            calls = [sum(a is not None and a.model is model for a in f.calls) for t in self._forwards for f in t]
             if visits > max(calls, default=0):
-                names = " and ".join(dict.fromkeys(n.name for n in self._tower_states.values() if key in n.observers))
+                names = " and ".join(dict.fromkeys(n.name for n in self._tower_states.values() if model in n.observers))
                 differs = "chunks call it in another order, another mode or another number of times"
-                warn_once(self._models[key], names, f"{differs}, so that their calls took {visits} visits")
+                warn_once(model, names, f"{differs}, so that their calls took {visits} visits")
 
 
 #: The warnings about each module.
