@@ -32,12 +32,10 @@ def call_arguments(chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     Raises:
         TypeError: for an input of another type.
     """
-    if isinstance(chunk, Tensor):
+    if isinstance(chunk, Tensor) or _can_only_be_rows(chunk):
         return (chunk,), {}
     if _is_arguments_and_keywords(chunk):
         return tuple(chunk[0]), dict(chunk[1])
-    if _can_only_be_rows(chunk):
-        return (chunk,), {}
     if isinstance(chunk, (list, tuple)):
         return tuple(chunk), {}
     if isinstance(chunk, Mapping):
@@ -162,22 +160,21 @@ class _Splitter:
             members = {key: self._of_member(item, key, path) for key, item in value.items()}
             return lambda start, stop: {key: part(start, stop) for key, part in members.items()}
         if _is_arguments_and_keywords(value):
-            args = [self._of_member(item, k, f"{path}[0]") for k, item in enumerate(value[0])]
-            kwargs = {key: self._of_member(item, key, f"{path}[1]") for key, item in value[1].items()}
-            return lambda start, stop: (
-                tuple(part(start, stop) for part in args),
-                {key: part(start, stop) for key, part in kwargs.items()},
-            )
+            args, kwargs = self._of_members(tuple(value[0]), f"{path}[0]"), self._of(value[1], f"{path}[1]")
+            return lambda start, stop: (args(start, stop), kwargs(start, stop))
         if self._are_rows(value):
             return self._sliced(value, len(value), path)
         if isinstance(value, (list, tuple)):
-            parts = [self._of_member(item, k, path) for k, item in enumerate(value)]
-            make = list if isinstance(value, list) else tuple
-            return lambda start, stop: make(part(start, stop) for part in parts)
+            return self._of_members(value, path)
         raise TypeError(
             f"expected tensors to split into chunks, got {type(value).__name__} ({path}); pass split_input_fn, or "
             f"declare the member with broadcast=(...) if every chunk is to receive it whole"
         )
+
+    def _of_members(self, value: list[Any] | tuple[Any, ...], path: str) -> Part:
+        parts = [self._of_member(item, k, path) for k, item in enumerate(value)]
+        make = list if isinstance(value, list) else tuple
+        return lambda start, stop: make(part(start, stop) for part in parts)
 
     def _of_member(self, item: Any, name: Name, of: str) -> Part:
         if name in self._broadcast or item is None or isinstance(item, (bool, int, float, complex, str)):

@@ -37,6 +37,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcache import representations
@@ -100,8 +101,7 @@ def gather_rows(tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None
         assert gradient is not None
         summed = gradient.contiguous().clone()
         dist.all_reduce(summed, group=group)
-        start = sum(rows[: dist.get_rank(group)])
-        return [summed[start : start + rows[dist.get_rank(group)]].clone()]
+        return [summed.split(rows)[dist.get_rank(group)].clone()]
 
     return with_backward([torch.cat(_gathered(tensor.detach(), rows, group))], [tensor], backward)[0]
 
@@ -179,16 +179,12 @@ def _note_forward(wrapper: nn.Module, args: Any, output: Any) -> None:
     if not outputs or not torch.is_grad_enabled() or not wrapper.require_backward_grad_sync:
         return
     _pending[wrapper] += 1
-    reached = False
 
-    def on_gradient(gradient: Tensor) -> None:
-        nonlocal reached
-        if not reached:
-            reached = True
-            after_backward(lambda: _pending.update({wrapper: max(_pending[wrapper] - 1, 0)}))
+    def on_first_gradient(gradient: Tensor) -> None:
+        handle.remove()
+        after_backward(lambda: _pending.update({wrapper: _pending[wrapper] - 1}))
 
-    for tensor in outputs:
-        tensor.register_hook(on_gradient)
+    handle = register_multi_grad_hook(outputs, on_first_gradient, mode="any")
 
 
 def after_backward(function: Callable[[], None]) -> None:
@@ -274,8 +270,8 @@ class Reduction:
         mine = [k for k, parameter in enumerate(parameters) if id(parameter) in self._members]
         if not mine:
             return gradients
-        used = torch.tensor([gradients[k] is not None for k in mine], dtype=torch.int32)
-        used = used.to(parameters[mine[0]].device)
+        device = parameters[mine[0]].device
+        used = torch.tensor([gradients[k] is not None for k in mine], dtype=torch.int32, device=device)
         for group in self._groups:
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
         dense: dict[int, Tensor] = {}
@@ -309,18 +305,14 @@ def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient.to(wide(parameter.dtype))
 
 
-def _buckets(gradients: dict[int, Tensor]) -> Iterator[list[int]]:
-    """Groups of consecutive gradients of one dtype and device, up to 25 MiB each, to be flattened together."""
-    bucket: list[int] = []
-    kind, size = None, 0
+def _buckets(gradients: dict[int, Tensor]) -> Iterable[list[int]]:
+    """Groups of gradients of one dtype and device, to be flattened together: a new one from every 25 MiB on."""
+    buckets: dict[Any, list[int]] = {}
+    before = 0
     for k, gradient in gradients.items():
-        if bucket and (kind != (gradient.dtype, gradient.device) or size + gradient.nbytes > _BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        kind, size = (gradient.dtype, gradient.device), size + gradient.nbytes
-        bucket.append(k)
-    if bucket:
-        yield bucket
+        buckets.setdefault((gradient.dtype, gradient.device, before // _BUCKET_BYTES), []).append(k)
+        before += gradient.nbytes
+    return buckets.values()
 
 
 @identities_only()
@@ -331,7 +323,7 @@ def _is_sharded(module: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: a sharded module implies that it is imported
     if fsdp is None:
         return False
-    kinds = tuple(kind for name in ("FSDPModule", "FullyShardedDataParallel") if (kind := getattr(fsdp, name, None)))
+    kinds = fsdp.FSDPModule, fsdp.FullyShardedDataParallel
     return any(isinstance(inner, kinds) for inner in module.modules())
 
 
@@ -356,7 +348,7 @@ def check_equal_chunks(models: Sequence[nn.Module], chunks: Sequence[int]) -> No
 
 def _groups(models: Sequence[nn.Module]) -> Iterable[tuple[dist.ProcessGroup, torch.device]]:
     """Each process group that a tower is sharded over, once, with a device for its collectives."""
-    found: dict[int, tuple[dist.ProcessGroup, torch.device]] = {}
+    found: dict[dist.ProcessGroup, torch.device] = {}
     for module in (module for model in models for module in model.modules()):
         group = getattr(module, "process_group", None)  # of FullyShardedDataParallel
         mine = [group] if group is not None and _is_sharded(module) else []
@@ -365,5 +357,5 @@ def _groups(models: Sequence[nn.Module]) -> Iterable[tuple[dist.ProcessGroup, to
             mesh = getattr(parameter, "device_mesh", None)
             mine += mesh.get_all_groups() if mesh is not None else []
         for each in mine:
-            found.setdefault(id(each), (each, device))
-    return found.values()
+            found.setdefault(each, device)
+    return found.items()

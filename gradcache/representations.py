@@ -124,7 +124,7 @@ class Joined:
     """Joins the representations of a tower's chunks, each of which is checked when it is added.
 
     Args:
-        given: rows of the input of each chunk; None where they are not known.
+        given: rows of the input of each chunk; None where they are not known, or there is one chunk.
         exactly: raise ValueError for a chunk that returns another number of rows than it was given. Joined chunk after
             chunk, such rows may be in another order than those of the whole batch (views of all rows, one after the
             other), or others (pooled over a chunk). If False, only if each chunk returns the same multiple.
@@ -142,18 +142,19 @@ class Joined:
         rows, given = rows_in(representation), self._given[len(self.rows)]
         if self._values:
             self._compare(representation)
-        if self._exactly and len(self._given) > 1 and given is not None and rows != given:
+        if self._exactly and given is not None and rows != given:
             self._refuse(rows, given)
         self._values.append(representation)
         self.rows.append(rows)
 
     def value(self) -> Any:
         """The representations of all chunks together. Frees those of single chunks."""
-        multiples = {rows / given if given else None for rows, given in zip(self.rows, self._given, strict=True)}
-        if len(self.rows) > 1 and len(multiples) == 1 and max(given or 0 for given in self._given) > 1:
-            multiple = multiples.pop()
-            if multiple is not None and multiple > 1 and multiple.is_integer():
-                self._refuse(self.rows[0], self._given[0] or 0)
+        first = self._given[0]
+        multiple = self.rows[0] // first if first else 1
+        expected = [None if given is None else multiple * given for given in self._given]
+        # Views of a single row are in the order of the whole batch.
+        if multiple > 1 and self.rows == expected and max(self.rows) > multiple:
+            self._refuse(self.rows[0], first or 0)
         values, self._values = self._values, []
         return gather_nested(values)
 
@@ -282,17 +283,13 @@ def push(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     if not _past_hooks.get():
         torch.autograd.backward(list(outputs), list(gradients))
         return
-    leaves = list({id(leaf): leaf for leaf in leaves_of(*outputs)}.values())
+    leaves = list(leaves_of(*outputs))
     found = torch.autograd.grad(list(outputs), leaves, list(gradients), allow_unused=True)
     for leaf, gradient in zip(leaves, found, strict=True):
         if gradient is None:
             continue
-        if leaf.grad is None:
-            leaf.grad = gradient.detach().clone()  # one tensor may be the gradient of several leaves
-        elif leaf.grad.layout == gradient.layout:
-            leaf.grad.add_(gradient)
-        else:
-            leaf.grad = leaf.grad + gradient
+        # A clone, since one tensor may be the gradient of several leaves.
+        leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
         for hook in list((getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()):
             hook(leaf)
 

@@ -118,8 +118,7 @@ class InputGradients:
         """Runs one backward from the inputs, with the collected gradients."""
         links = [(tensor, leaf.grad) for tensor, leaf in self._links if leaf.grad is not None]
         self._links.clear()
-        if links:
-            representations.push([tensor for tensor, _ in links], [grad for _, grad in links])
+        representations.push([tensor for tensor, _ in links], [grad for _, grad in links])
 
 
 class ChunkState(RandContext):
