@@ -16,9 +16,8 @@ everywhere.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.dlpack import from_dlpack
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.mesh.notices import Notices
 from offload.mesh.parts import Part
+from offload.mesh.ranks import naming
 from pipe.torch_private.distributed import timeout_of
 
 if TYPE_CHECKING:
@@ -111,15 +110,13 @@ class RowOwners:
         self.bytes_received = 0
         whole = mesh.get_group()
         members = dist.get_process_group_ranks(whole)
-        self._members = members
         self._numbers, self._rows = (
             dist.new_group(members, backend="gloo", timeout=timeout_of(whole), use_local_synchronization=True)
             for _ in range(2)
         )
-        self._notices = Notices.of_this_process(dist.get_rank())
         mine = f"rows={rows}, columns={columns}, {dtype}" + "".join(f", {key}={value}" for key, value in words.items())
         tables: list[Any] = [None] * self.count
-        with self._naming_ranks("comparing embedding tables"):
+        with naming("comparing embedding tables"):
             dist.all_gather_object(tables, mine, group=self._rows)
         for rank, other in enumerate(tables):
             if other != tables[0]:
@@ -153,7 +150,7 @@ class RowOwners:
         ends = torch.searchsorted(rows, bounds)
         asked = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64)) if error is None else -torch.ones_like(ends)
         wanted = torch.empty_like(asked)
-        with self._naming_ranks("exchanging row numbers"):
+        with naming("exchanging row numbers of an OffloadEmbeddingBag"):
             dist.all_to_all_single(wanted, asked, group=self._numbers)
         if error is not None:
             raise error
@@ -162,7 +159,7 @@ class RowOwners:
             raise RuntimeError(f"rank {wrong[0]} of the mesh asked for a row outside of the table, see its error")
         to_each, from_each = asked.tolist(), wanted.tolist()
         numbers = torch.empty(sum(from_each), dtype=torch.int64)
-        with self._naming_ranks("exchanging row numbers"):
+        with naming("exchanging row numbers of an OffloadEmbeddingBag"):
             dist.all_to_all_single(numbers, rows, from_each, to_each, group=self._numbers)
         self.bytes_received += 8 * (self.count - 1 + len(numbers) - from_each[self.rank])
         local, positions = torch.unique(numbers - self.begin, return_inverse=True)
@@ -192,19 +189,11 @@ class RowOwners:
         sent = sent.detach().contiguous()
         received = torch.empty(sum(from_each), sent.shape[1], dtype=sent.dtype)
         row = sent.shape[1] * sent.element_size()
-        with self._naming_ranks(what):
+        with naming(f"{what} of an OffloadEmbeddingBag"):
             into, of = received.view(torch.uint8), sent.view(torch.uint8)
             dist.all_to_all_single(into, of, from_each, to_each, group=self._rows)
         self.bytes_received += row * (len(received) - from_each[self.rank])
         return received
-
-    @contextlib.contextmanager
-    def _naming_ranks(self, what: str) -> Iterator[None]:
-        """A context of a collective, whose error names the rank at fault."""
-        try:
-            yield
-        except RuntimeError as error:
-            self._notices.fail(f"{what} of an OffloadEmbeddingBag", self._members, error)
 
     # --- what checkpoints see -------------------------------------------------------------------------------------
 

@@ -129,11 +129,6 @@ class MeshBackward(Backward):
         if self._stores and j not in way.left and j not in way.uses[: way.place] and self.weights[j].trained:
             self._reduce(way, j, [None] * len(self.weights[j].parameters))
 
-    def _failed(self, backward: weakref.ref[Any]) -> None:
-        if self._running is backward:
-            self._ranks.raised(RuntimeError("a backward of this model failed"))
-        super()._failed(backward)
-
     def _finish_way(self) -> None:
         way = self._way
         if way is not None and self._stores and way.uses:
@@ -235,7 +230,7 @@ class MeshEngine(Engine):
         super()._check_structure()
 
     def _run_pass(self, run: Callable[[], T]) -> T:
-        with self._public.in_layers():
+        with self._public.whole():
             training = torch.is_grad_enabled()
             assert self.backward.forward is not None
             self.backward.forward.order.guesses = self._homes.layers_apart and training not in self._ran
@@ -244,18 +239,6 @@ class MeshEngine(Engine):
             result = run()
             self._ran.add(training)
             return result
-
-    def run(self, block: Block, call: Callable[..., Any], *args: Any) -> Any:
-        """See :meth:`Engine.run`."""
-        return super().run(block, partial(self._telling, call), *args)
-
-    def _telling(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a block, in forward or in backward; other ranks are told what it raises."""
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            self._public.ranks.raised(error)
-            raise
 
     def _leave_order(self, block: Block) -> None:
         assert self.backward.forward is not None

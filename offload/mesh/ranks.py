@@ -45,7 +45,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.mesh.notices import Notices
 from offload.mesh.traffic import MESSAGE_BYTES
 from offload.planning.partition import aligned
 from offload.storage.buffer import device_buffer
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
     from offload.telemetry.statistics import Meter
 
-__all__ = ["CPU", "HOST", "Ranks", "Transport", "check_devices", "transport_for"]
+__all__ = ["CPU", "HOST", "Ranks", "Transport", "check_devices", "naming", "transport_for"]
 
 
 # --- Where ranks exchange parameters and gradients: in host memory by gloo, or in the memory of their GPUs by nccl ---
@@ -208,11 +207,8 @@ class Ranks:
         #: The thread of all collectives, and of what is done with their bytes.
         self.lane = CollectiveLane(transport.device)
         self._meter = meter
-        self._members = everybody
         self._mesh, self.dimensions = mesh, mesh.ndim
-        #: What ranks tell each other about failures.
-        self.notices = Notices.of_this_process(dist.get_rank())
-        self._pass = ("the construction of a model", 0)
+        self._pass = "the construction of a model"
         timeout = timeout_of(mesh.get_group(last), mesh.device_type)
 
         def new_group(members: Sequence[int], backend: str) -> Any:
@@ -245,13 +241,13 @@ class Ranks:
 
     def all_gather(self, staging: Tensor) -> None:
         """Fills ``staging``, of one row of bytes a rank, with the rows of the others. On the lane only."""
-        with self._naming_ranks(f"gathering the parameters of a shard in {self._pass[0]}"):
+        with self._collective(f"gathering the parameters of a shard in {self._pass}"):
             _all_gather(staging.view(-1), staging[self.rank], self._group)
         self._meter.bytes_gathered += staging[0].numel() * (self.count - 1)
 
     def reduce(self, received: Tensor, sent: Tensor) -> None:
         """Fills row ``r`` of ``received`` with this rank's row of what rank ``r`` has ``sent``. On the lane only."""
-        with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
+        with self._collective(f"reducing the gradients of a shard in {self._pass}"):
             dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
 
@@ -259,7 +255,7 @@ class Ranks:
         """For each flag whether any rank has set it. By messages of the host, on the lane only."""
         found = torch.zeros(aligned(len(flags)), dtype=torch.uint8)
         found[: len(flags)] = torch.tensor(flags, dtype=torch.uint8)
-        with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
+        with self._collective(f"reducing the gradients of a shard in {self._pass}"):
             for group, count in ((self._group, self.count), (self._rows, self.replicas)):
                 if group is not None:
                     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
@@ -274,7 +270,7 @@ class Ranks:
         """
         if self._rows is None:
             return
-        with self._naming_ranks(f"adding gradients in {self._pass[0]}"):
+        with self._collective(f"adding gradients in {self._pass}"):
             for tensor in tensors:
                 dist.all_reduce(tensor, group=self._rows)
         # One piece of each rank, twice.
@@ -283,7 +279,7 @@ class Ranks:
     def copy_first_replica(self, tensor: Tensor) -> None:
         """Gives ``tensor``, the home of a shard, the values of the first row of the mesh, while the lane has no job."""
         if self._rows is not None:
-            with self._naming_ranks("copying the first replica"):
+            with self._collective("copying the first replica"):
                 dist.broadcast(tensor, dist.get_global_rank(self._rows, 0), self._rows)
 
     def copied_from_first(self, tensor: Tensor) -> Tensor:
@@ -299,7 +295,7 @@ class Ranks:
         """What each rank answers, in the order of all ranks; each a small object."""
         self.lane.check()
         answers: list[Any] = [None] * self.total
-        with self._naming_ranks("meeting"):
+        with self._collective("meeting"):
             dist.all_gather_object(answers, answer, group=self.everybody)
         return answers
 
@@ -316,37 +312,40 @@ class Ranks:
         messages = torch.zeros(self.total, MESSAGE_BYTES, dtype=torch.uint8)
         mine = messages[self.number]
         mine[:] = torch.frombuffer(bytearray(digest + struct.pack("<d", number)), dtype=torch.uint8)
-        with self._naming_ranks(f"meeting before {what}"):
+        with self._collective(f"meeting before {what}"):
             _all_gather(messages.view(-1), mine, self.everybody)
         self._meter.bytes_agreed += MESSAGE_BYTES * (self.total - 1)
         rows = [bytes(row.tolist()) for row in messages]
         if any(row[:32] != digest for row in rows):
             texts = self.exchange((what, text))
-            before = self.notices.told(self._members)
-            raise RuntimeError(_difference(texts) + (f"; before, {before}" if before else ""))
-        self._begin(what)
+            raise RuntimeError(_difference(texts))
+        self._pass = what
         first = self.replica * self.count
         asked = rows if everywhere else rows[first : first + self.count]
         return [struct.unpack("<d", row[32:])[0] for row in asked]
 
-    # --- failures -------------------------------------------------------------------------------------------------
-
-    def raised(self, error: BaseException) -> None:
-        """Tells the other ranks that this one raised in a pass."""
-        self.notices.raised(error, f"in {self._pass[0]}")
-
-    def _begin(self, what: str) -> None:
-        self._pass = what, self._pass[1] + 1
-        self.notices.doing(f"in or after {what}, number {self._pass[1]} of this model")
-
     @contextlib.contextmanager
-    def _naming_ranks(self, what: str) -> Iterator[None]:
-        """A context of a collective, whose error names the rank at fault."""
+    def _collective(self, what: str) -> Iterator[None]:
+        """A context of a collective, after whose failure no other one runs."""
         try:
-            yield
-        except RuntimeError as error:
+            with naming(what):
+                yield
+        except RuntimeError:
             self.lane.failed = self.lane.failed or what
-            self.notices.fail(what, self._members, error)
+            raise
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """A context of the collective ``what``, whose error says what that means."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} failed: another rank raised, ended, or did not come in time (torchrun names the one that ended "
+            f"first). End all processes and resume from the last checkpoint (torchrun --max-restarts). This rank saw: "
+            f"{next(iter(str(error).splitlines()), '')}"
+        ) from error
 
 
 def _all_gather(staging: Tensor, mine: Tensor, group: Any) -> None:

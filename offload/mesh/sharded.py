@@ -242,18 +242,6 @@ class MeshParameters(PublicParameters):
             if not self._inside:
                 self._show()
 
-    @contextlib.contextmanager
-    def in_layers(self) -> Iterator[None]:
-        """A context in which layers hold whole parameters in a pass: other ranks are told if it fails."""
-        with self.whole():
-            try:
-                yield
-            except GeneratorExit:
-                raise
-            except BaseException as error:
-                self.ranks.raised(error)
-                raise
-
     def _show(self) -> None:
         for register, key, p in self._places:
             register[key] = p.shown

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload import OffloadModel
-from offload.mesh import notices
 from tests.offload.mesh.forked import fork
 
 #: Number of ranks, and which one fails, by the way in which it does.
@@ -27,10 +26,8 @@ WAYS = {
     "ends": (2, 0),
     "goes on": (2, 0),
     "killed": (3, 1),
-    "late": (2, 0),
     "all": (2, -1),
     "backward": (2, 0),
-    "outside": (2, 0),
 }
 
 
@@ -52,7 +49,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(rank: int, way: str, folder: Path, others_end: int) -> list[str]:
+def run(rank: int, way: str, folder: Path) -> list[str]:
     """What each call of one rank raised."""
     ranks, failing = WAYS[way]
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
@@ -62,13 +59,6 @@ def run(rank: int, way: str, folder: Path, others_end: int) -> list[str]:
     model = OffloadModel(layers, "cpu", folder, mesh=mesh, checkpoint_activation=True)
     x = torch.ones(2, 4)
     model(x)
-    if way == "late" and rank == failing:
-        os.read(others_end, 1)  # returns once the others have ended
-        return []
-    if way == "outside" and rank == failing:  # what a process does at exit that is not forked
-        sys.last_value = KeyError("rows")
-        notices._at_exit()
-        return []
     if failing in (rank, -1):
         FailsOnce.failure = die if way == "killed" else fail
     raised = []
@@ -96,17 +86,5 @@ def main(name: str) -> None:
     started = {}
     for way, (ranks, _) in WAYS.items():
         (folder / way).mkdir()
-        reading, writing = os.pipe()
-        children = []
-        for rank in range(ranks):
-
-            def child(rank: int = rank, way: str = way, reading: int = reading, writing: int = writing) -> list[str]:
-                if rank == WAYS[way][1]:
-                    os.close(writing)
-                return run(rank, way, folder / way, reading)
-
-            children.append(fork(child))
-        os.close(reading)
-        os.close(writing)
-        started[way] = children
+        started[way] = [fork(partial(run, rank, way, folder / way)) for rank in range(ranks)]
     print(json.dumps({way: [child.result() for child in children] for way, children in started.items()}))

@@ -1,9 +1,9 @@
 """Ranks that train by ``docs/examples/resume_after_faults.py``, of which one is killed at a given event, and that are
 started again.
 
-An event is the n-th of a kind on one rank, counted over its threads. The others must end with an error, which names the
-killed rank where it is of a collective of the model. Then all are started again, perhaps in another number. The
-losses that ranks have reported in the end must be those of a run without a kill.
+An event is the n-th of a kind on one rank, counted over its threads. The others must end with an error. Then all are
+started again, perhaps in another number. The losses that ranks have reported in the end must be those of a run without
+a kill.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from offload.mesh import notices
 from offload.mesh.ranks import Ranks
 from tests.examples import load_example
 from tests.offload import checkpoint_worker
@@ -74,12 +72,7 @@ def train(
         killer.watch()
         load_example("resume_after_faults").train(folder, steps, SAVE_EVERY, home, report)
     except Exception as raised:
-        sys.last_value = raised
         error = f"{type(raised).__name__}: {raised}"
-        # What a process does at exit that is not forked.
-        made = list(notices.Notices._open.values())
-        notices._at_exit()
-        error += "".join(f" ({each.cause})" for each in made)
     return dict(killer.counts), error
 
 
@@ -136,20 +129,17 @@ def main(name: str, kills: int | str, seed: int | str = 0, steps: int = 5) -> No
             for other, (status, result) in enumerate(results):
                 if other != rank:
                     assert status == 0, what
-                    errors[kind_of(result[1], rank, what)] += 1
+                    errors[kind_of(result[1])] += 1
         reported = losses_of(folder)
         assert sorted({step for step, _ in reported}) == sorted(expected), (folder, reported)
         worst = max([worst, *(abs(loss - expected[step]) / abs(expected[step]) for step, loss in reported)])
     print(json.dumps({"killed": killed, "errors": errors, "rounds": number, "worst": worst}))
 
 
-def kind_of(error: str, killed: int, what: str) -> str:
-    """What kind of error a rank that lives has ended with. Raises AssertionError if it does not name the killed one."""
+def kind_of(error: str) -> str:
+    """What kind of error a rank that lives has ended with."""
     if not error:
         return "none"
-    found = re.search(r"no answer from ((rank \d+( and )?)+)", error)
-    assert found, what
-    assert re.findall(r"\d+", found[1]) == [str(killed)], what
     return "of the model" if "End all processes" in error else "of torch"
 
 

@@ -48,39 +48,26 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 # --- a rank that fails ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("way", "place"), [("ends", "a forward"), ("goes on", "a forward"), ("backward", "a backward")]
-)
-def test_rank_that_fails_alone_ends_the_others_which_name_it_and_is_never_mistaken_for_one_in_step(
-    parts: dict[str, Any], way: str, place: str
+@pytest.mark.parametrize("way", ["ends", "goes on", "backward"])
+def test_rank_that_fails_alone_ends_the_others_and_is_never_mistaken_for_one_in_step(
+    parts: dict[str, Any], way: str
 ) -> None:
     """A later call raises as well: without that, what it gathers could be the values of another shard."""
     (_, first), (_, second) = parts["fault_worker"][way]
     assert first[0] == "ValueError: this layer fails"
     assert all("RuntimeError" in line for line in (*first[1:], *second))
-    assert f"rank 0 raised ValueError: this layer fails (in {place})" in second[0]
+    assert "another rank raised, ended, or did not come in time" in second[0]
     assert "out of step; end all processes and resume from the last checkpoint" in second[1]
     assert (len(first), len(second)) == (1 if way == "ends" else 3, 3)
 
 
-def test_exception_that_ends_a_process_outside_of_the_model_is_told(parts: dict[str, Any]) -> None:
-    _, (_, second) = parts["fault_worker"]["outside"]
-    assert "rank 0 raised KeyError: 'rows' (in or after a forward, " in second[0]
-
-
-def test_rank_that_is_killed_ends_all_others_which_name_it(parts: dict[str, Any]) -> None:
+def test_rank_that_is_killed_ends_all_others(parts: dict[str, Any]) -> None:
     first, killed, last = parts["fault_worker"]["killed"]
     assert killed[0] == -signal.SIGKILL
     for status, raised in (first, last):
         assert status == 0
-        assert "no answer from rank 1 within" in raised[0]
+        assert "another rank raised, ended, or did not come in time" in raised[0]
         assert all("RuntimeError" in line for line in raised)
-
-
-def test_rank_that_does_something_else_is_told_to_live(parts: dict[str, Any]) -> None:
-    _, (_, second) = parts["fault_worker"]["late"]
-    assert "all ranks live" in second[0]
-    assert "rank 0 is in or after a forward, number 2" in second[0]
 
 
 def test_failure_of_all_ranks_in_one_call_is_past_at_the_next(parts: dict[str, Any]) -> None:
