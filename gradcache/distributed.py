@@ -15,7 +15,7 @@ Guarantees
       Other parameters of such a tower, and trainable parts outside that are found, are averaged beside them.
     * The caller's own forward of a wrapper, in the same backward or across a step, is reduced by the wrapper.
 
-Each forward of a tower that FSDP shards, or with tables dealt to ranks, is a collective, so every process must run
+Each forward of a tower that FSDP shards is a collective, so every process must run
 equally many chunks of it, in the same order. With unequal numbers some processes would wait for ever; so the numbers
 are compared before any chunk runs.
 
@@ -43,7 +43,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcache import representations
 from gradcache.autograd_node import Gradients, wide, with_backward
 from gradcache.used_modules import UsedModules
-from offload import OffloadEmbeddingBag
 from offload.identities import identities_only
 from pipe.gradients import leaves_of
 from pipe.nested import tensors_in
@@ -317,9 +316,7 @@ def _buckets(gradients: dict[int, Tensor]) -> Iterable[list[int]]:
 
 @identities_only()
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP, of either kind, shards the module or a part of it, or a table of it is dealt to ranks."""
-    if any(isinstance(inner, OffloadEmbeddingBag) and inner.is_shared for inner in module.modules()):
-        return True
+    """Whether FSDP, of either kind, shards the module or a part of it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: a sharded module implies that it is imported
     if fsdp is None:
         return False
@@ -339,10 +336,9 @@ def check_equal_chunks(models: Sequence[nn.Module], chunks: Sequence[int]) -> No
         most, least = limits.tolist()[: len(counts)], [-limit for limit in limits.tolist()[len(counts) :]]
         if most != least:
             raise ValueError(
-                f"expected as many chunks in every process for towers that FSDP shards or that have an "
-                f"OffloadEmbeddingBag with mesh=, since each forward gathers parameters from all of them, got {counts} "
-                f"here, and from {least} to {most} elsewhere; pass equal rows and chunk_sizes, or wrap towers in "
-                f"DistributedDataParallel"
+                f"expected as many chunks in every process for towers that FSDP shards, since each forward gathers "
+                f"parameters from all of them, got {counts} here, and from {least} to {most} elsewhere; pass equal "
+                f"rows and chunk_sizes, or wrap towers in DistributedDataParallel"
             )
 
 

@@ -12,8 +12,6 @@ Guarantees
     * ``weight`` is the only master copy: a parameter whose data is the stored table, with the name, the shape and the
       sparse gradient of ``torch.nn.EmbeddingBag(sparse=True)``.
     * The device holds the distinct rows of the batches in flight, and nothing that grows with the table.
-    * With a mesh each rank stores a part of the rows, see :mod:`offload.embedding.row_owners`. Ranks look up any rows,
-      and the owners get the means over ranks of their gradients.
 
 Assumes
     * The optimizer changes only rows that have a gradient (:meth:`OffloadEmbeddingBag.check_optimizer`). After any
@@ -27,36 +25,31 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offload.embedding.row_owners import AskedRows, RowOwners, check_alone, follow_optimizers
-from offload.mesh.sharding import check_mesh
 from offload.storage import home_of, open_tier
 from pipe.process import check_process
 from pipe.torch_private.amp import complete_copies_of_grad_scalers
 from pipe.train.batch import record_stream
 from pipe.train.lane import ThreadLane, Ticket, fence
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 __all__ = ["OffloadEmbeddingBag", "RowRequest", "Rows"]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The distinct rows of one batch, copied to the device; with a mesh those of this rank's that all ranks need."""
+    """The distinct rows of one batch, copied to the device."""
 
     rows: Tensor  # (k,) int64 on the host: row numbers, sorted, distinct
     used: int  # distinct indices of the batch; 0 if it has none, while a lookup needs at least one row
-    values: Tensor  # (k, dim) on the device; with a mesh on the host
-    positions: Tensor  # the input's shape, on the device: position among the distinct indices of each index
+    values: Tensor  # (k, dim) on the device
+    positions: Tensor  # the input's shape, on the device: position among the rows of each index
     padding: int | None  # position of the padding row there
-    asked: AskedRows | None = None  # with a mesh
 
 
 @dataclass(eq=False)
@@ -81,17 +74,14 @@ class EmbeddingStatistics:
     """Counted since construction.
 
     Attributes:
-        rows_read: rows copied to the device, including those read again. With a mesh: rows of this rank's part that it
-            read, for all ranks.
+        rows_read: rows copied to the device, including those read again.
         rows_refreshed: rows read again because they were updated after the first read.
         bytes_loaded: bytes of ``rows_read``.
-        bytes_received: from other ranks: row numbers, rows and their gradients.
     """
 
     rows_read: int
     rows_refreshed: int
     bytes_loaded: int
-    bytes_received: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,13 +104,6 @@ class OffloadEmbeddingBag(nn.Module):
         offload_device: storage of the table: ``"cpu"``, or a directory.
         device: of the lookups.
         dtype: of the table.
-        mesh: a ``DeviceMesh`` of one dimension: each rank stores ``ceil(num_embeddings / ranks)`` rows or fewer, and
-            ``weight`` is that part. All ranks make the same calls. ``state_dict()`` has a DTensor (``Shard(0)``), and
-            so has that of an optimizer for each state with as many rows, once it made a step or was given to
-            :meth:`check_optimizer`. Keep the table out of DistributedDataParallel, which would copy one rank's rows to
-            all.
-        gradient_divide_factor: with a mesh, by which the sum of gradients over ranks is divided. By default the number
-            of ranks.
 
     Shapes:
         input ``(n,)`` with ``offsets`` ``(bags,)``, or ``(bags, n)``; ``per_sample_weights`` like input; output
@@ -128,8 +111,8 @@ class OffloadEmbeddingBag(nn.Module):
 
     Raises:
         ValueError: for a size that is not positive, an unknown mode, a padding index outside the table, a home that is
-            neither host memory nor a directory, a mesh that is not supported, or several processes without a mesh.
-        IndexError: in forward, for an index outside the table; the other ranks of a mesh raise RuntimeError.
+            neither host memory nor a directory, or in one of several processes.
+        IndexError: in forward, for an index outside the table.
         RuntimeError: in forward, in a forked child of the process that created the table.
 
     Source: the prefetched caches of fbgemm's table batched embeddings and torchrec's ``PrefetchTrainPipeline``
@@ -147,8 +130,6 @@ class OffloadEmbeddingBag(nn.Module):
         offload_device: str | torch.device | os.PathLike[str] = "cpu",
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        mesh: DeviceMesh | None = None,
-        gradient_divide_factor: float | None = None,
     ) -> None:
         made_with = {name: given for name, given in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -169,28 +150,16 @@ class OffloadEmbeddingBag(nn.Module):
         self.device = torch.device(device)
         if self.device.type == "cuda":
             complete_copies_of_grad_scalers()  # gradients are in host memory
-        if mesh is None:
-            check_alone()
-        shared = check_mesh(mesh, gradient_divide_factor, self.device, {})
-        self._owners: RowOwners | None = None
-        rows = num_embeddings
-        if shared is not None and self.device.type != "cpu":
-            raise ValueError(f"mesh= of a table computes on the CPU only as yet, got device={str(self.device)!r}")
-        if shared is not None and shared.ndim > 1:
-            raise ValueError(f"expected a mesh of one dimension, got {shared.ndim}; pass mesh[NAME] of one of them")
-        if shared is not None:
-            words = {"mode": mode, "padding_idx": self.padding_idx}
-            self._owners = RowOwners(shared, rows, embedding_dim, dtype, gradient_divide_factor, words)
-            rows = self._owners.end - self._owners.begin
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"this is one of {dist.get_world_size()} processes, each of which would train an OffloadEmbeddingBag "
+                f"of its own; train in one process (for a table of this process alone: make it before "
+                f"init_process_group)"
+            )
         self._tier = open_tier(self.offload_device, self.device)
-        nbytes = rows * embedding_dim * dtype.itemsize
-        self._block = self._tier.allocate(max(nbytes, 1), "embedding")
-        self.weight = nn.Parameter(self._block.tensor[:nbytes].view(dtype).view(rows, embedding_dim))
-        if shared is not None:
-            # As DTensors have it: GradCache leaves the gradients to this module.
-            self.weight.device_mesh = shared  # type: ignore[attr-defined]
-            self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-            follow_optimizers(self.weight, self.check_optimizer)
+        nbytes = num_embeddings * embedding_dim * dtype.itemsize
+        self._block = self._tier.allocate(nbytes, "embedding")
+        self.weight = nn.Parameter(self._block.tensor[:nbytes].view(dtype).view(num_embeddings, embedding_dim))
         self._made_in = os.getpid()
         self._outstanding: weakref.WeakSet[RowRequest] = weakref.WeakSet()
         self._unapplied: list[tuple[int, Tensor]] = []  # (version of the table, rows) of gradients
@@ -202,21 +171,12 @@ class OffloadEmbeddingBag(nn.Module):
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.lane = ThreadLane("embedding-rows", stream)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether its rows are dealt to several ranks, so that each forward and each backward is a collective."""
-        return self._owners is not None
-
     def reset_parameters(self) -> None:
         """Initialises the table with the same random numbers as ``torch.nn.EmbeddingBag``."""
-        if self._owners is None:
-            nn.init.normal_(self.weight)
-        else:
-            self._owners.draw_normal(self.weight)
-        begin = 0 if self._owners is None else self._owners.begin
-        if self.padding_idx is not None and 0 <= self.padding_idx - begin < len(self.weight):
+        nn.init.normal_(self.weight)
+        if self.padding_idx is not None:
             with torch.no_grad():
-                self.weight[self.padding_idx - begin].zero_()
+                self.weight[self.padding_idx].zero_()
         self.refresh()
 
     def refresh(self) -> None:
@@ -255,11 +215,8 @@ class OffloadEmbeddingBag(nn.Module):
             record_stream([batch.values, batch.positions], torch.cuda.current_stream(self.device))
         self._rows_read += len(batch.rows)
         self._refresh_stale(request, batch)
-        values = batch.values
-        if self._owners is not None and batch.asked is not None:
-            values = self._owners.fetch(batch.asked, values)
         take = partial(self._take_gradient, batch)
-        table: Tensor = _Lookup.apply(self.weight, values, take)  # type: ignore[no-untyped-call]
+        table: Tensor = _Lookup.apply(self.weight, batch.values, take)  # type: ignore[no-untyped-call]
         return F.embedding_bag(
             batch.positions,
             table,
@@ -278,20 +235,14 @@ class OffloadEmbeddingBag(nn.Module):
         distinct, positions = torch.unique(input, return_inverse=True)
         rows = distinct.to("cpu", torch.int64)
         used = rows.numel()
-        error = None
         if used and (int(rows[0]) < 0 or int(rows[-1]) >= self.num_embeddings):
-            error = IndexError(
+            raise IndexError(
                 f"expected indices from 0 to {self.num_embeddings - 1}, got {int(rows[0])} to {int(rows[-1])}"
             )
-        asked = None if self._owners is None else self._owners.ask(rows, error)
-        if error is not None:
-            raise error
         padding = None
         if self.padding_idx is not None:
             found = int(torch.searchsorted(rows, self.padding_idx))
             padding = found if found < len(rows) and int(rows[found]) == self.padding_idx else None
-        if asked is not None:
-            return Rows(asked.rows, used, self._gather(asked.rows), positions, padding, asked)
         if not used:
             rows = torch.zeros(1, dtype=torch.int64)  # a lookup needs a table with at least one row
         values = self._gather(rows).to(self.device, non_blocking=True)
@@ -320,11 +271,7 @@ class OffloadEmbeddingBag(nn.Module):
 
     def _take_gradient(self, batch: Rows, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of the stored table that get a gradient of the looked up values, sorted and distinct; and these."""
-        rows, values = batch.rows, gradient[: batch.used].to("cpu")
-        if self._owners is not None and batch.asked is not None:
-            values = self._owners.sum_gradients(batch.asked, values)
-        else:
-            rows = rows[: batch.used]
+        rows, values = batch.rows[: batch.used], gradient[: batch.used].to("cpu")
         # An update may follow at any time.
         self._unapplied.append((self.weight._version, rows))
         for request in list(self._outstanding):
@@ -340,16 +287,11 @@ class OffloadEmbeddingBag(nn.Module):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses an optimizer that changes rows without a gradient, whose copies in flight would be outdated.
 
-        With a mesh, its ``state_dict()`` has DTensors from now on, for states with a row for each row of ``weight``.
-
         Raises:
             ValueError: if ``optimizer`` updates this table with momentum or weight decay.
         """
         for group in optimizer.param_groups:
             if any(parameter is self.weight for parameter in group["params"]):
-                if self._owners is not None and optimizer not in self._followed:
-                    self._followed.add(optimizer)
-                    self._owners.show_states(optimizer, self.weight)
                 for option in ("momentum", "weight_decay"):
                     if group.get(option):
                         raise ValueError(
@@ -360,20 +302,11 @@ class OffloadEmbeddingBag(nn.Module):
 
     def statistics(self) -> EmbeddingStatistics:
         """Rows and bytes copied to the device."""
-        received = 0 if self._owners is None else self._owners.bytes_received
         nbytes = self._rows_read * self.embedding_dim * self.weight.element_size()
-        return EmbeddingStatistics(self._rows_read, self._rows_refreshed, nbytes, received)
+        return EmbeddingStatistics(self._rows_read, self._rows_refreshed, nbytes)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._owners is not None:
-            destination[f"{prefix}weight"] = self._owners.show(self.weight)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        if self._owners is not None and f"{prefix}weight" in state_dict:
-            local = self._owners.local(state_dict[f"{prefix}weight"])
-            state_dict = {**state_dict, f"{prefix}weight": local}
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         self.refresh()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadEmbeddingBag:
@@ -385,8 +318,6 @@ class OffloadEmbeddingBag(nn.Module):
                 f"dtype to the constructor"
             )
         if probe.device != self.device:
-            if self._owners is not None:
-                raise ValueError(f"mesh= computes on the CPU only as yet, got device={str(probe.device)!r}")
             self.device = probe.device
             self._open_lane()
         return self

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.embedding.row_owners import check_tables
-
 __all__ = ["RowWiseAdagrad"]
 
 
@@ -47,7 +45,6 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             self.state[parameter] = {"sum": self._zeros(parameter)}
-        check_tables(self)
 
     @staticmethod
     def _zeros(parameter: Tensor) -> Tensor:

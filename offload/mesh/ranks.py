@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from offload.telemetry.statistics import Meter
 
-__all__ = ["CPU", "HOST", "Ranks", "Transport", "check_devices", "naming", "transport_for"]
+__all__ = ["CPU", "HOST", "Ranks", "Transport", "check_devices", "transport_for"]
 
 
 # --- Where ranks exchange parameters and gradients: in host memory by gloo, or in the memory of their GPUs by nccl ---
@@ -328,24 +328,14 @@ class Ranks:
     def _collective(self, what: str) -> Iterator[None]:
         """A context of a collective, after whose failure no other one runs."""
         try:
-            with naming(what):
-                yield
-        except RuntimeError:
+            yield
+        except RuntimeError as error:
             self.lane.failed = self.lane.failed or what
-            raise
-
-
-@contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
-    """A context of the collective ``what``, whose error says what that means."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{what} failed: another rank raised, ended, or did not come in time (torchrun names the one that ended "
-            f"first). End all processes and resume from the last checkpoint (torchrun --max-restarts). This rank saw: "
-            f"{next(iter(str(error).splitlines()), '')}"
-        ) from error
+            raise RuntimeError(
+                f"{what} failed: another rank raised, ended, or did not come in time (torchrun names the one that "
+                f"ended first). End all processes and resume from the last checkpoint (torchrun --max-restarts). This "
+                f"rank saw: {next(iter(str(error).splitlines()), '')}"
+            ) from error
 
 
 def _all_gather(staging: Tensor, mine: Tensor, group: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -221,3 +222,10 @@ def test_rowwise_adagrad_does_what_its_formula_says_with_one_number_per_row() ->
         optimizer.step()
     torch.testing.assert_close(parameter.detach(), expected, atol=1e-6, rtol=1e-6)
     assert optimizer.state[parameter]["sum"].shape == (5,)
+
+
+def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="one of 2 processes, each of which would train"):
+        OffloadEmbeddingBag(ROWS, DIM)

@@ -16,12 +16,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from offload import OffloadEmbeddingBag, OffloadModel, OffloadOptimizer, RowWiseAdagrad
-from tests.offload.mesh import rows_worker
+from offload import OffloadModel, OffloadOptimizer
 from tests.offload.mesh.world import batches, build, loss_of, whole
 
 Pair = tuple[nn.Module, Any]
-TABLES = {"adagrad": torch.optim.Adagrad, "rowwise": RowWiseAdagrad}
 
 
 def ours(seed: int, slices: int, home: Path | str = "cpu") -> Pair:
@@ -46,22 +44,9 @@ def fsdp(seed: int) -> Pair:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def table(kind: Any, seed: int) -> Pair:
-    """An embedding table whose rows are dealt to the ranks.
-
-    Other classes of torch for sparse gradients have no states that DCP could fill before a step.
-    """
-    torch.manual_seed(seed)
-    bag = OffloadEmbeddingBag(rows_worker.ROWS, rows_worker.DIM, mode="sum", mesh=rows_worker.mesh_of_all())
-    optimizer = kind(bag.parameters(), 0.1)
-    bag.check_optimizer(optimizer)
-    return bag, optimizer
-
-
 def train(pair: Pair, step: int) -> None:
     model, optimizer = pair
-    inputs = rows_worker.batches() if isinstance(model, OffloadEmbeddingBag) else batches()
-    loss_of(model(inputs[step])).backward()
+    loss_of(model(batches()[step])).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -110,7 +95,7 @@ def read(folder: Path, name: str, make: Callable[[], Pair]) -> None:
     assert sorted(found) == sorted(expected)
     wrong = [key for key, value in expected.items() if not torch.equal(found[key], value)]
     assert not wrong, wrong
-    assert float(max(value.abs().max() for key, value in found.items() if "exp_avg" in key or "sum" in key)) > 0
+    assert float(max(value.abs().max() for key, value in found.items() if "exp_avg" in key)) > 0
     train(pair, 1)
 
 
@@ -136,15 +121,13 @@ def stages(folder: Path) -> list[tuple[int, dict[str, Callable[[], None]]]]:
         "two ranks, in the background": partial(write, folder, "hurried", partial(ours, 1, 2, folder), hurried=True),
         "FSDP2": partial(write, folder, "fsdp", partial(fsdp, 1)),
         "safetensors": partial(written_as_safetensors, folder),
-        **{f"rows, {name}": partial(write, folder, name, partial(table, kind, 1)) for name, kind in TABLES.items()},
     }
     names = ("one", "two", "torch", "hurried", "fsdp")
-    rows = {name: partial(table, kind, 7) for name, kind in TABLES.items()}
 
     def reading(title: str, makers: Mapping[str, Callable[[], Pair]]) -> dict[str, Callable[[], None]]:
         return {f"{name}, read by {title}": partial(read, folder, name, make) for name, make in makers.items()}
 
-    by_three = reading("three", dict.fromkeys(names, partial(ours, 7, 2, folder)) | rows)
+    by_three = reading("three", dict.fromkeys(names, partial(ours, 7, 2, folder)))
     by_three |= reading("FSDP2", dict.fromkeys(names, partial(fsdp, 7)))
-    alone = reading("one process", dict.fromkeys(names, partial(ours, 7, 5)) | rows)
+    alone = reading("one process", dict.fromkeys(names, partial(ours, 7, 5)))
     return [(1, by_one), (2, by_two), (3, by_three), (1, alone)]
