@@ -344,7 +344,9 @@ class SuspendedForward:
         self._stop_at, self._in_backward = stop_at, True
         self._modes = self.tower.layers.training
         try:
-            with self._thread_state.again(), enable_recomputing(), torch.enable_grad():
+            with self._thread_state.again(), enable_recomputing(), torch.enable_grad(), contextlib.ExitStack() as run:
+                # Before the thread's state is restored, which would take the generators from a segment that has them.
+                run.callback(self.reset)
                 output = self._thread_state.variables.copy().run(self._run, self._chunk)
                 if stop_at is not None:
                     output, self._entering = self._entering, []
@@ -354,7 +356,6 @@ class SuspendedForward:
                 yield output
         finally:
             self._stop_at, self._in_backward, self._entering = None, False, []
-            self.reset()
 
     def reset(self) -> None:
         """Ends a run that was interrupted anywhere: restores buffers, generators and ``training`` flags."""
