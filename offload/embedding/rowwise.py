@@ -44,11 +44,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         """Adds parameters, with states of zeros: a checkpoint can be loaded before the first step."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            self.state[parameter] = {"sum": self._zeros(parameter)}
-
-    @staticmethod
-    def _zeros(parameter: Tensor) -> Tensor:
-        return torch.zeros(len(parameter), dtype=torch.float32, device=parameter.device)
+            self.state[parameter] = {"sum": torch.zeros(len(parameter), dtype=torch.float32, device=parameter.device)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -67,10 +63,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for group, parameter in pairs:
             grad = parameter.grad.coalesce()
             rows, values = grad.indices()[0], grad.values()
-            state = self.state[parameter]
-            if not state:
-                state["sum"] = self._zeros(parameter)
-            state["sum"].index_add_(0, rows, values.float().square().flatten(1).mean(1))
-            scale = state["sum"][rows].sqrt_().add_(group["eps"]).reciprocal_().mul_(-group["lr"])
+            sums = self.state[parameter]["sum"].index_add_(0, rows, values.float().square().flatten(1).mean(1))
+            scale = sums[rows].sqrt_().add_(group["eps"]).reciprocal_().mul_(-group["lr"])
             parameter.index_add_(0, rows, (values * scale.to(values.dtype).unsqueeze(1)))
         return loss

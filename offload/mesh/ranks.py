@@ -109,20 +109,15 @@ def check_devices(device_type: str, backends: str, device: torch.device) -> str 
     ``device_type``: of the mesh; ``backends``: of its process groups, as ``torch.distributed.get_backend_config`` has
     them.
     """
-    if device.type == "cpu":
-        if device_type == "cpu":
-            return None
-        return (
-            f"expected a mesh of device_type 'cpu' for device='cpu', got {device_type!r}: "
-            f"init_device_mesh('cpu', (ranks,))"
-        )
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda"):
         return f"mesh= computes on the CPU and on CUDA devices only, got device={str(device)!r}"
-    if device_type != "cuda":
+    if device_type != device.type:
         return (
-            f"expected a mesh of device_type 'cuda' for device={str(device)!r}, where ranks gather, got "
-            f"{device_type!r}: init_device_mesh('cuda', (ranks,))"
+            f"expected a mesh of device_type {device.type!r} for device={str(device)!r}, where ranks gather, got "
+            f"{device_type!r}: init_device_mesh({device.type!r}, (ranks,))"
         )
+    if device.type == "cpu":
+        return None
     if "cuda:nccl" not in backends.split(","):
         return (
             f"expected a mesh with the backend nccl for device={str(device)!r}, got {backends}: "

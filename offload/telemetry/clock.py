@@ -36,7 +36,7 @@ class Clock:
                 yield
                 done = amount  # a failed span is not a sample
             finally:
-                self._count(time.perf_counter() - start, done, self._disturbed, continues)
+                self.add(time.perf_counter() - start, done, disturbed=self._disturbed, continues=continues)
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self._device)
@@ -59,14 +59,11 @@ class Clock:
                 return
             # Without this, elapsed_time() raises, since the events have not been recorded yet.
             end.synchronize()
-            self._count(begin.elapsed_time(end) / 1e3, amount, disturbed, continues)
+            self.add(begin.elapsed_time(end) / 1e3, amount, disturbed=disturbed, continues=continues)
             self._spans.popleft()
 
-    def add(self, seconds: float, amount: float, *, continues: bool = False) -> None:
-        """Counts a span that was measured elsewhere; one that ``continues`` the previous may have no amount."""
-        self._count(seconds, amount, self._disturbed, continues)
-
-    def _count(self, seconds: float, amount: float, disturbed: bool, continues: bool = False) -> None:
+    def add(self, seconds: float, amount: float = 0, *, disturbed: bool = False, continues: bool = False) -> None:
+        """Counts a span; one without an amount, unless it ``continues`` the previous, is no sample."""
         self._seconds += seconds
         samples = self._samples[disturbed]
         if amount or (continues and samples):

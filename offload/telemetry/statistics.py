@@ -69,13 +69,8 @@ class Meter:
     """The counters behind :class:`Statistics`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.shard_loads = 0
-        self.bytes_loaded = 0
-        self.bytes_stored = 0
-        self.bytes_spilled = 0
-        self.shard_updates = 0
-        self.update_bytes_read = 0
-        self.update_bytes_written = 0
+        self.shard_loads = self.bytes_loaded = self.bytes_stored = self.bytes_spilled = 0
+        self.shard_updates = self.update_bytes_read = self.update_bytes_written = 0
         self.bytes_gathered = self.bytes_reduced = self.bytes_agreed = 0
         self.wait = Clock(device)
         self.compute = Clock(device)
@@ -99,7 +94,7 @@ class Meter:
         self._lane_clocks |= {kind: Clock(torch.device("cpu")) for kind in ("update", UPDATE_IN_MEMORY)}
 
     @contextlib.contextmanager
-    def on_lane(self, lane: str, token: str, nbytes: int = 0, *, kind: str | None = None) -> Iterator[None]:
+    def on_lane(self, lane: str, token: str, nbytes: int, *, kind: str | None = None) -> Iterator[None]:
         """Counts the time of one copy of so many bytes, in the thread or stream that makes it.
 
         ``kind``: of the copy, where the lane has several that take different times.
@@ -216,6 +211,6 @@ class _Waiting:
         if self._spans is not None:
             self._spans.__exit__(kind, error, traceback)
         elif error is None:
-            self._meter.wait.add(time.perf_counter() - self._began, 0)
+            self._meter.wait.add(time.perf_counter() - self._began)
         if isinstance(error, OSError):
             raise OSError(error.errno, f"{self._what}: {error.strerror or error}") from error
