@@ -289,11 +289,10 @@ class OffloadModel(nn.Module):
 
         ``with model.trace("step.json") as events: ...``; the events are named as in the plan.
         """
-        meter = self._homes.meter
-        with meter.tracer.recording(self._homes.bytes_at_home) as events:
-            meter.tracer.sample(meter.held_bytes)
+        tracer = self._homes.meter.tracer
+        with tracer.recording() as events:
             yield events
-        meter.tracer.write(path, events)
+        tracer.write(path, events)
 
     def extra_repr(self) -> str:
         """One line about the shards."""

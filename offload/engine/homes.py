@@ -393,9 +393,3 @@ class ModelHomes:
             raise RuntimeError("expected a model with memory=..., whose plan is chosen; this one has no limit")
         report: MemoryReport = self.steps.planner.report()
         return report
-
-    def bytes_at_home(self) -> int:
-        """Bytes of stored parameters and gradients."""
-        blocks = (block for shard in self.shards for block in (shard.home, shard.lower))
-        regions = (region.block for shard in self.shards for region in shard.gradient_regions)
-        return sum(block.nbytes for block in (*blocks, *regions) if block is not None)

@@ -172,12 +172,10 @@ class Meter:
         """Counts bytes that were allocated on the compute device."""
         self.held_bytes += nbytes
         self._peak = max(self._peak, self.held_bytes)
-        self.tracer.sample(self.held_bytes)
 
     def release(self, nbytes: int) -> None:
         """Counts bytes that were freed there."""
         self.held_bytes -= nbytes
-        self.tracer.sample(self.held_bytes)
 
     def read(self) -> Statistics:
         """The present counts."""

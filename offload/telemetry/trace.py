@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +32,7 @@ class Tracer:
 
     def __init__(self) -> None:
         self._events: list[Event] | None = None
-        self._samples: dict[str, list[tuple[float, int]]] = {}
-        self._at_home: Callable[[], int] = int
         self._start = 0.0
-        self._lock = threading.RLock()  # a store that is collected while it is held samples too
 
     @property
     def is_recording(self) -> bool:
@@ -44,12 +40,11 @@ class Tracer:
         return self._events is not None
 
     @contextlib.contextmanager
-    def recording(self, at_home: Callable[[], int] = int) -> Iterator[list[Event]]:
-        """Switches the tracer on; events are added to the list. ``at_home`` returns the bytes in storage."""
+    def recording(self) -> Iterator[list[Event]]:
+        """Switches the tracer on; events are added to the list, by several threads."""
         if self._events is not None:
             raise RuntimeError("a trace of this model is being recorded already")
         events: list[Event] = []
-        self._samples, self._at_home = {}, at_home
         self._start = time.perf_counter()
         self._events = events
         try:
@@ -68,20 +63,10 @@ class Tracer:
         try:
             yield
         finally:
-            event = Event(track, token, begin, time.perf_counter() - self._start)
-            with self._lock:
-                events.append(event)
-
-    def sample(self, nbytes: int) -> None:
-        """Records the bytes that the engine holds on the compute device now, if the tracer is on."""
-        if self._events is not None:
-            with self._lock:
-                now = time.perf_counter() - self._start
-                for tier, held in (("bytes on device", nbytes), ("bytes at home", self._at_home())):
-                    self._samples.setdefault(tier, []).append((now, held))
+            events.append(Event(track, token, begin, time.perf_counter() - self._start))
 
     def write(self, path: str | os.PathLike[str], events: list[Event]) -> None:
-        """Writes events, and the bytes on the device and at home as counters, in the Trace Event Format."""
+        """Writes events in the Trace Event Format."""
         tracks = {track: number for number, track in enumerate(dict.fromkeys(e.track for e in events))}
 
         def entry(kind: str, name: str, track: int = 0, **more: Any) -> dict[str, Any]:
@@ -90,7 +75,5 @@ class Tracer:
         entries = [entry("M", "thread_name", number, args={"name": track}) for track, number in tracks.items()]
         for e in sorted(events, key=lambda e: e.begin):
             entries.append(entry("X", e.token, tracks[e.track], ts=e.begin * 1e6, dur=(e.end - e.begin) * 1e6))
-        for tier, samples in self._samples.items():
-            entries += [entry("C", tier, ts=when * 1e6, args={"bytes": nbytes}) for when, nbytes in samples]
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": entries, "displayTimeUnit": "ms"}, file)

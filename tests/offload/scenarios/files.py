@@ -22,7 +22,6 @@ from offload.storage.buffer import host_buffer
 from offload.storage.disk import DiskBlock
 from offload.storage.page_cache import PageCache
 from offload.storage.transfer import Link, Staging
-from offload.telemetry.trace import Tracer
 from pipe.threads import Future, Threads
 from tests.offload.late import LateLane, run_late
 from tests.offload.pair import Pair
@@ -225,24 +224,6 @@ def one_thread_finds_out_what_the_file_system_can(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("offload.storage.page_cache._direct_works", probe)
     assert cache.direct(cache.register(1, cyclic=False))
-
-
-@fails_with("the queue was read without its lock")
-def one_thread_at_a_time_writes_a_trace(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    tracer, lock = Tracer(), Condition()
-    tracer._lock = lock  # type: ignore[assignment]
-
-    class Samples(dict[str, Any]):
-        def setdefault(self, key: str, default: Any) -> Any:
-            assert lock.held, "the queue was read without its lock"
-            return super().setdefault(key, default)
-
-    with tracer.recording():
-        tracer._events = Guarded(lock)  # type: ignore[assignment]
-        tracer._samples = Samples()
-        tracer.sample(1)
-        with tracer.span("compute", "F0.0"):
-            pass
 
 
 # --- the I/O buffers of an optimizer -------------------------------------------------------------------------------

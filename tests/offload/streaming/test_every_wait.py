@@ -69,10 +69,6 @@ NEEDS: dict[Scenario, list[str]] = {
     files.an_update_that_failed_goes_on_nowhere: [
         "optim.update Update._run: self._buffer_pool.wait_idle()",
     ],
-    files.one_thread_at_a_time_writes_a_trace: [
-        "telemetry.trace Tracer.span: with self._lock",
-        "telemetry.trace Tracer.sample: with self._lock",
-    ],
     files.one_thread_finds_out_what_the_file_system_can: [
         "storage.page_cache PageCache.direct: with self._lock",
     ],

@@ -43,13 +43,6 @@ def test_compute_follows_the_plan_and_lanes_copy_what_it_says(tmp_path: Path) ->
     entries = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     names = {entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
     assert names == {"compute", "load lane", "drain lane", "boundary lane"}
-    counters: dict[str, list[int]] = {}
-    for entry in entries:
-        if entry["ph"] == "C":
-            counters.setdefault(entry["name"], []).append(entry["args"]["bytes"])
-    assert max(counters["bytes on device"]) == model.statistics().peak_device_bytes
-    weights = 4 * (64 * 4 + 64)  # each parameter begins at a multiple of 64 bytes
-    assert (counters["bytes at home"][0], counters["bytes at home"][-1]) == (weights, 2 * weights)
     assert all(entry["dur"] >= 0 for entry in entries if entry["ph"] == "X")
 
 
