@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from offload.advise.report import DTYPES, MOST_POSITIONS, STATES, Report
 
 __all__ = ["main"]
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are those of the arguments' values."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ValueError."""
-        raise ValueError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m offload.advise",
         description="says what of a model fits in a memory, what a training step will cost here, and how to write it",
     )
@@ -45,16 +35,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the advice; returns the exit status: 0, or 2 for arguments that cannot be used."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the advice; exits with status 2 for arguments that cannot be used."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
     try:
-        parsed = _parser().parse_args(arguments)
-        print(Report(parsed))
+        print(Report(given))
     except ValueError as error:
-        print(f"python -m offload.advise: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+        parser.error(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
