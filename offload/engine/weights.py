@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.forms.quantised import refresh
-from offload.mesh.public import PublicParameters
+from offload.public_parameters import PublicParameters
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import SlotPool
 from pipe.torch_private.autograd import outside_inference_mode
