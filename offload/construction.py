@@ -18,24 +18,32 @@ from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside
 from offload.blocks.own_forward import OwnForward
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.mesh_engine import MeshEngine
 from offload.engine.outside import bytes_staying
 from offload.files.pretrained import Pretrained
 from offload.forms.quantised import check_storable, is_taken_apart, separate, stored_tensors
+from offload.forms.weight_forms import WeightForm
 from offload.limits import MemoryLimits
 from offload.memory import MemoryArguments, Needs, layout_of, limits_for, memory_of
+from offload.mesh.engine import MeshEngine
+from offload.mesh.planner import MeshMemoryPlanner
 from offload.mesh.sharding import Sharding, check_mesh
+from offload.meta_device.materialize import Values, move_buffers
 from offload.microbatches import MicroBatches
 from offload.persistence import PersistentHome
-from offload.planner.mesh_planner import plan_memory
+from offload.planner.memory_planner import MemoryPlanner
 from offload.planning.budget import GAPS_SHARE
 from offload.policy import MemoryPolicy
+from offload.public_parameters import PublicParameters
 from offload.rollback import Rollback
 from offload.running import LayersInOrder
-from offload.storage import DiskHome, home_of, open_tier
-from offload.streaming.current_values import leave_pending_updates
-from offload.streaming.lane import open_lanes
-from offload.streaming.resident import chosen, chosen_form
+from offload.storage import DiskHome, Tier, home_of, open_tier
+from offload.storage.buffer import has_own_memory
+from offload.streaming.current_values import leave_pending_updates, read_current_values
+from offload.streaming.lane import CopyLanes, open_lanes
+from offload.streaming.layer_homes import make_shards
+from offload.streaming.resident import chosen, chosen_form, resident_shard
+from offload.streaming.shard import round_gradients
+from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.process import finalize_here
 from pipe.torch_private.amp import complete_copies_of_grad_scalers
@@ -47,6 +55,8 @@ __all__ = ["Arguments", "Offloaded", "construct"]
 
 #: States of an optimizer for each trained parameter that are counted before there is one: those of Adam.
 STATES_EXPECTED = 2
+#: Of a limit of memory, staging buffers of transfers take at most one part in so many.
+STAGING_SHARE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,23 +208,21 @@ def construct(
     blocking = tier.blocking_io or given.param_dtype is not None or form is not None
     lanes = sharding.open_lanes(device) if sharding else open_lanes(device, blocking_io=blocking)
     undo.callback(lanes.close)
-    homes = ModelHomes(
+    homes = _homes_of(
         named,
         cuts,
         home.values,
+        given,
+        sharding,
+        staying=staying,
+        form=form,
         policy=policy,
         device=device,
         tier=tier,
         lanes=lanes,
         meter=meter,
         recompute=recompute,
-        param_dtype=given.param_dtype,
-        sharding=sharding,
-        resident=staying,
         layers_apart=not in_order,
-        form=form,
-        gradient_dtype=given.gradient_dtype,
-        accumulates=given.accumulate_in_gradient_dtype,
     )
     calls.join(model, homes, home.values, undo.callback)
     # Of the homes, to which graphs refer: a backward still runs after the model is collected.
@@ -226,7 +234,7 @@ def construct(
     homes.run_by(calls.engine)
     homes.public.recount()
     if memory_limits is not None and recompute:
-        plan_memory(homes, memory_limits, resources.policy)
+        _plan_memory(homes, memory_limits, resources.policy)
     home.begin()
     calls.micro_batches = MicroBatches(given.num_microbatches, homes)
     return Offloaded(
@@ -239,6 +247,77 @@ def construct(
         calls=calls,
         finalizer=finalizer,
     )
+
+
+def _homes_of(
+    layers: Mapping[str, nn.Module],
+    cuts: Sequence[int],
+    values: Mapping[torch.Tensor, Values],
+    given: Arguments,
+    sharding: Sharding | None,
+    *,
+    staying: set[nn.Parameter],
+    form: WeightForm | None,
+    policy: MemoryPolicy,
+    device: torch.device,
+    tier: Tier,
+    lanes: CopyLanes,
+    meter: Meter,
+    recompute: bool,
+    layers_apart: bool,
+) -> ModelHomes:
+    """Moves the parameters of ``layers`` to their homes, in shards of ``cuts`` layers, and buffers to the device.
+
+    ``values`` are the sources of parameters and buffers that are not read from the layers.
+    """
+    resident, dtype = resident_shard(layers, staying, len(cuts), device), given.param_dtype
+    if resident is not None and resident.home is not None:
+        meter.hold(resident.home.nbytes)
+    if sharding is None:
+        shards = make_shards([*layers.items()], cuts, tier, dtype, values, resident, form)
+    else:
+        shards = sharding.make_shards([*layers.items()], cuts, tier, dtype, values, resident)
+    if given.gradient_dtype is not None:
+        round_gradients(shards, given.gradient_dtype, accumulates=given.accumulate_in_gradient_dtype)
+    move_buffers(layers.values(), device)
+    streamer = Streamer(
+        shards,
+        slots=policy.slots or 2,
+        device=device,
+        tier=tier,
+        lanes=lanes,
+        meter=meter,
+        own_slots=layers_apart,  # an embedding beside blocks is much larger than they are
+    )
+    if sharding is not None:
+        streamer.gradient_offload = sharding.gradient_offload(
+            shards, lane=lanes.drain, device=device, tier=tier, meter=meter
+        )
+    read_current_values(shards, streamer)
+    return ModelHomes(
+        shards,
+        resident,
+        PublicParameters() if sharding is None else sharding.public(shards),
+        streamer,
+        policy=policy,
+        device=device,
+        tier=tier,
+        lanes=lanes,
+        meter=meter,
+        recompute=recompute,
+        param_dtype=dtype,
+        layers_apart=layers_apart,
+    )
+
+
+def _plan_memory(homes: ModelHomes, limits: MemoryLimits, policy: MemoryPolicy) -> None:
+    """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open."""
+    if not policy.plans:
+        return
+    if not has_own_memory(homes.device):
+        homes.tier.limit_staging(limits.device.nbytes // STAGING_SHARE)
+    kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
+    homes.steps.planner = kind(limits, policy, homes)
 
 
 def _with_more(

@@ -64,13 +64,13 @@ class Cell:
         views: of the slot, by :attr:`.Shard.slices`; empty where weights are used where they rest, or there are none.
     """
 
-    __slots__ = ("_call", "_known", "block", "token", "views", "visit", "watch")
+    __slots__ = ("_call", "_known", "block", "tokens", "views", "visit", "watch")
 
     def __init__(self, block: Block, known: Known, call: Run, views: Sequence[Tensor]) -> None:
         self.block, self._known, self._call, self.views = block, known, call, views
         #: Of its shard in the graph; None without a graph, or for weights where they rest that nothing watches.
         self.visit: Visit | None = None
-        self.token: Tensor | None = None
+        self.tokens: Sequence[Tensor] = ()
         self.watch = UNWATCHED
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -128,7 +128,7 @@ class Cell:
             weights.running = [(view, view._version) for view in views]
         try:
             with saved_tensors_hooks(*uncompiled_hooks(pack, unpack)):
-                return self._noted(self._call, enter(visit, views, self.token), args, kwargs)
+                return self._noted(self._call, enter(visit, views, self.tokens), args, kwargs)
         finally:
             if weights is not None:
                 weights.running = ()  # hooks of the graph hold it
@@ -147,7 +147,7 @@ class Cell:
             call_first, call_again = [partial(_within, each, self._call) for each in selected.contexts]
 
         def first(*args: Any, **kwargs: Any) -> Any:
-            return self._noted(call_first, enter(visit, views, self.token), args, kwargs)
+            return self._noted(call_first, enter(visit, views, self.tokens), args, kwargs)
 
         def again(*args: Any, _life: Any = life, **kwargs: Any) -> Any:
             if places is not None:
@@ -218,12 +218,12 @@ class Cell:
         block, views, visit = self.block, self.views, self.visit
         if views:
             before = [view._version for view in views]
-            at = [weight.data_ptr() for weight in weights]
+            at = [*map(Tensor.data_ptr, weights)]
             try:
                 return block.run(call, weights, args, kwargs)
             finally:
                 # Also after an exception: writes into weights are as durable as those into buffers.
-                if before != [view._version for view in views] or at != [weight.data_ptr() for weight in weights]:
+                if before != [view._version for view in views] or at != [*map(Tensor.data_ptr, weights)]:
                     self._store_writes(weights, before, at)
         # The shard is used where it rests, or has no weights.
         if visit is None and self._known.runs >= RUNS_NOTED and torch.is_grad_enabled():

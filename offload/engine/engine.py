@@ -64,13 +64,13 @@ class _Pass:
 
     def __init__(self, order: Forward, keeps: Keeps) -> None:
         self.order, self.keeps = order, keeps
-        self.visits: dict[int, tuple[Visit, Tensor | None]] = {}
+        self.visits: dict[int, tuple[Visit, Sequence[Tensor]]] = {}
         #: The nodes of the visits in the graph.
         self.nodes: list[Any] = []
         #: Of what its graph saves for the backward.
         self.life = Life()
-        #: Whether its first cell was announced, see :meth:`Engine.expect`.
-        self.announced = False
+        #: Whether its first cell was announced, see :meth:`Engine.expect`; and whether it has several micro-batches.
+        self.announced = self.several = False
         #: What observes it, if the memory of the model is planned.
         self.step: ObservedStep | None = None
         #: Where the inputs of its recomputed cells are, if they may leave memory.
@@ -310,7 +310,7 @@ class Engine:
         if not torch.is_grad_enabled():
             return cell.run(args, kwargs)
         if not (keeps and cell.watch is UNWATCHED and cell.block.weights.shard.in_place):
-            cell.visit, cell.token = self._visit(this, cell.block.weights.shard.index)
+            cell.visit, cell.tokens = self._visit(this, cell.block.weights.shard.index)
         return cell.keep(args, kwargs) if keeps else cell.recompute(args, kwargs)
 
     def _run_observed(
@@ -365,6 +365,7 @@ class Engine:
         """Called within :meth:`forward` before the first cell, with the leaves of the input of each micro-batch."""
         this = self.backward.forward
         assert this is not None
+        this.several = len(leaves) > 1
         # What a checkpoint around the model saves is dropped at once; its second run must save the same.
         if this.announced or in_backward() or is_checkpointing():
             return
@@ -398,16 +399,16 @@ class Engine:
             return None
         return Boundaries(scratch, owner.lanes.boundary, owner.meter, budget_bytes)
 
-    def _visit(self, this: _Pass, j: int) -> tuple[Visit, Tensor | None]:
+    def _visit(self, this: _Pass, j: int) -> tuple[Visit, Sequence[Tensor]]:
         """The visit of a shard in this pass, made at its first cell."""
         if j not in this.visits:
             uses, place, stores = this.order.graphed, this.order.place(j), self._homes.assigned_data.stores
             leave, views = self.backward.leave, self.backward.views
             visit = Visit(self._weights[j], uses, place, leave, views, this.life, stores, this.step)
-            token = None if self.streamer.shards[j].in_place else visit.begin()
-            if token is not None:
-                this.nodes.append(token.grad_fn)
-            this.visits[j] = visit, token
+            tokens = () if self.streamer.shards[j].in_place else visit.begin(several=this.several)
+            if tokens:
+                this.nodes.append(tokens[0].grad_fn)
+            this.visits[j] = visit, tokens
         return this.visits[j]
 
     def _leave_order(self, block: Block) -> None:

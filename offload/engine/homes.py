@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -22,22 +22,16 @@ from offload.engine.references import References
 from offload.engine.steps import Steps
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
-from offload.forms.weight_forms import WeightForm
-from offload.mesh.public import PublicParameters
-from offload.mesh.sharding import Sharding
-from offload.meta_device.materialize import Values, move_buffers
 from offload.planning.rows import RowUnits, looks_across_rows
 from offload.planning.step_model import OutsideBytes
 from offload.policy import MemoryPolicy
+from offload.public_parameters import PublicParameters
 from offload.storage import Tier
 from offload.storage.buffer import has_own_memory
 from offload.storage.host import DeviceTier, HostTier
-from offload.streaming.current_values import read_current_values
 from offload.streaming.lane import CopyLanes, error_context
-from offload.streaming.layer_homes import make_shards
 from offload.streaming.moves import move_homes
-from offload.streaming.resident import resident_shard
-from offload.streaming.shard import Shard, round_gradients
+from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
@@ -66,8 +60,7 @@ class ShardBytes:
 class ModelHomes:
     """The shards of one model, and what is known of them.
 
-    Moves the parameters of ``layers`` to their homes and the buffers to the compute device. ``cuts`` are the numbers of
-    layers of each shard; ``values`` the sources of parameters and buffers that are not read from the layers.
+    ``resident`` is the owner of the parameters of layers that stay on the compute device, ``public`` what users see.
     """
 
     #: Of the layers, once the model is complete.
@@ -85,9 +78,10 @@ class ModelHomes:
 
     def __init__(
         self,
-        layers: Mapping[str, nn.Module],
-        cuts: Sequence[int],
-        values: Mapping[Tensor, Values],
+        shards: list[Shard],
+        resident: Shard | None,
+        public: PublicParameters,
+        streamer: Streamer,
         *,
         policy: MemoryPolicy,
         device: torch.device,
@@ -96,37 +90,11 @@ class ModelHomes:
         meter: Meter,
         recompute: bool,
         param_dtype: torch.dtype | None,
-        sharding: Sharding | None = None,
-        resident: Collection[nn.Parameter] = (),
-        layers_apart: bool = False,
-        form: WeightForm | None = None,
-        gradient_dtype: torch.dtype | None = None,
-        accumulates: bool = False,
+        layers_apart: bool,
     ) -> None:
-        #: The owner of the parameters of layers that stay on the compute device.
-        self.resident = resident_shard(layers, set(resident), len(cuts), device)
-        if self.resident is not None and self.resident.home is not None:
-            meter.hold(self.resident.home.nbytes)
-        named = list(layers.items())
-        if sharding is None:
-            self.shards = make_shards(named, cuts, tier, param_dtype, values, self.resident, form)
-        else:
-            self.shards = sharding.make_shards(named, cuts, tier, param_dtype, values, self.resident)
-        if gradient_dtype is not None:
-            round_gradients(self.shards, gradient_dtype, accumulates=accumulates)
-        move_buffers(layers.values(), device)
+        self.shards, self.resident, self.public, self.streamer = shards, resident, public, streamer
         #: Names of the quantised parameters.
-        self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
-        given: dict[str, Any] = {"device": device, "tier": tier, "meter": meter}
-        self.streamer = Streamer(
-            self.shards,
-            slots=policy.slots or 2,
-            lanes=lanes,
-            own_slots=layers_apart,  # an embedding beside blocks is much larger than they are
-            **given,
-        )
-        if sharding is not None:
-            self.streamer.gradient_offload = sharding.gradient_offload(self.shards, lane=lanes.drain, **given)
+        self.quantised = {s.part_of: s.name for shard in shards for s in shard.own if s.part_of is not None}
         self.device, self.meter = device, meter
         #: The type of floating-point parameters in slots; None: that in storage.
         self.param_dtype = param_dtype
@@ -141,7 +109,6 @@ class ModelHomes:
         self.policy = policy
         #: Whether cells are recomputed; whether the model's own code runs between the layers of a shard.
         self.recompute, self.layers_apart = recompute, layers_apart
-        read_current_values(self.shards, self.streamer)
         #: Makes plans, and keeps those that ran.
         self.steps = Steps(
             self.shards,
@@ -152,8 +119,6 @@ class ModelHomes:
             apart=layers_apart,
         )
         self.assigned_data = AssignedData([*self.shards, *([] if self.resident is None else [self.resident])])
-        #: The parameters that users see; with a mesh, layers hold them from now on.
-        self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
         self.row_units = RowUnits()
         #: How often saved tensors were recorded, by shard, rows and whether the graph was kept.
         self.recorded: dict[Any, int] = {}

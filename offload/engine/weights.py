@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.forms.quantised import refresh
-from offload.mesh.public import PublicParameters
+from offload.public_parameters import PublicParameters
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import SlotPool
 from pipe.torch_private.autograd import outside_inference_mode
@@ -43,6 +43,7 @@ class Weights:
         #: The parameters that users see, which are the leaves of their graphs.
         self.leaves = self.parameters if public is None else public.for_autograd(self.parameters)
         self._stay: list[bool] | None = None
+        self._tokens: dict[tuple[int, ...], Sequence[Tensor]] = {}
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
         self._open: list[_Bound] = []
         self._views: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
@@ -84,10 +85,20 @@ class Weights:
             self._stay = [o.on_device and s.form is None and not o.gradient_types.rounded for o, s in self.owners]
         return self._stay
 
-    def summed_in(self, k: int) -> torch.dtype:
-        """The type in which gradients of the parameter at a position are summed over cells: 32 bits at least."""
-        dtype = self.owners[k][1].full_dtype
-        return torch.float32 if dtype.itemsize < 4 else dtype
+    def tokens(self, positions: Sequence[int], *, several: bool) -> Sequence[Tensor]:
+        """What the gradients of the parameters at these positions have the shapes and types of; without memory.
+
+        ``several``: they are sums over micro-batches, which take 32 bits at least.
+        """
+        key = several, *positions
+        if key not in self._tokens:
+            full = [torch.promote_types(self.owners[k][1].full_dtype, torch.float32) for k in positions]
+            dtypes = full if several else [self.shard.slices[k].dtype for k in positions]
+            self._tokens[key] = [
+                torch.empty(1, dtype=dtype, device=self.device).expand(self.parameters[k].shape)
+                for k, dtype in zip(positions, dtypes, strict=True)
+            ]
+        return self._tokens[key]
 
     def views(self, slots: SlotPool) -> list[Tensor]:
         """A view of the slot for each parameter, without a graph; the same ones as long as the slot exists."""

@@ -11,7 +11,7 @@ piece by piece: the staging area holds a small part of a shard.
 Each parameter is two objects. Layers use the whole one, :attr:`Slice.parameter <offload.streaming.slices.Slice>` of
 :attr:`Shard.slices`, which has values in a visit only. The stored one, of :attr:`Shard.own`, has the shape of this
 rank's part; its ``.data`` is the home and its ``.grad`` the stored gradient all the time, so gradients, optimizers and
-files treat it as any other parameter. What users see is a third, see :mod:`offload.mesh.public`.
+files treat it as any other parameter. What users see is a third, see :mod:`offload.mesh.sharded`.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from offload.mesh.gradients import LocalSums, exchange_bytes, means_of_whole
 from offload.mesh.parts import Part, WholePart
-from offload.mesh.public import PublicParameters, check_elementwise
 from offload.mesh.ranks import HOST, Ranks
-from offload.mesh.shard import without_memory
+from offload.mesh.shard import MeshShard, without_memory
 from offload.mesh.traffic import ExchangeBytes, bytes_beside_one_process
+from offload.public_parameters import PublicParameters
 from offload.storage.buffer import on_own_storage
 from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.lane import error_context
@@ -43,7 +43,6 @@ from pipe.torch_private.autograd import has_hooks
 from pipe.torch_private.tensors import native_uses, storage_uses
 
 if TYPE_CHECKING:
-    from offload.mesh.shard import MeshShard
     from offload.streaming.contract import ModelOptimizer
 
 __all__ = ["MeshParameters", "ShownParameter", "described", "resident_parts"]
@@ -388,17 +387,6 @@ class MeshParameters(PublicParameters):
 
     # --- optimizers -----------------------------------------------------------------------------------------------
 
-    def check_optimizer(self, optimizer: ModelOptimizer) -> None:
-        """Raises TypeError for a class that needs whole parameters, ValueError for states of fewer bytes."""
-        factory = optimizer.factory
-        if factory.form is not None and factory.form.together > 1:
-            raise ValueError(
-                f"states={factory.form.name!r} does not support mesh=: {factory.form.together} elements share a scale, "
-                f"and another number of ranks, which may load a checkpoint, cuts elsewhere; pass states=torch.bfloat16"
-            )
-        for options in optimizer.options():
-            check_elementwise(factory.kind, options, factory.arguments)
-
     def begin_step(self, optimizer: ModelOptimizer) -> None:
         """Takes over gradients, and what a ``GradScaler`` found in them: all ranks skip a step, or none."""
         if self._sums:
@@ -536,6 +524,10 @@ class MeshParameters(PublicParameters):
         if self.ranks.transport is HOST:
             return None
         return exchange_bytes(self._shards, [p.part for p in self._trained_whole()], self.ranks)
+
+    def reduced_bytes(self, shard: Shard) -> int:
+        """See :meth:`PublicParameters.reduced_bytes`."""
+        return shard.reduced_bytes if isinstance(shard, MeshShard) else 0
 
     def compare(self, what: str, number: float) -> list[float]:
         """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.forms.quantised import is_taken_apart
+from offload.optim.elementwise import check_updates_parts
 from offload.optim.groups import (
     GroupChanges,
     check_choices,
@@ -161,7 +162,7 @@ class OffloadOptimizer(MovableStates):
         #: Of the class only: torch adds others to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
-        homes.public.check_optimizer(self)
+        check_updates_parts(self, sharded=homes.public.sharded)
         self._optimizers.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from offload.engine.homes import ModelHomes
-from offload.mesh.shard import MeshShard
 from offload.planning.step_model import Costs, StepModel
 from offload.storage.buffer import has_own_memory
 from offload.streaming.shard import Shard
@@ -42,7 +41,7 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
     there = [each.weights + each.states for each in homes.bytes_in_memory()]
     gradients = [sum(s.full_nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
     # Of whole gradients, which ranks reduce. A load is measured with what it gathers.
-    reduced = [shard.reduced_bytes if isinstance(shard, MeshShard) else 0 for shard in shards]
+    reduced = [*map(homes.public.reduced_bytes, shards)]
     recomputed, kept = homes.meter.profiles(max(rows), steps.graph_bytes_per_row())
     in_host = in_host_memory(homes)
     return StepModel(

@@ -63,20 +63,15 @@ class MemoryProfile:
         if key in self._peaks:
             return self._peaks[key]
         scale, kept = rows / (self.rows or 1), float(self.kept_bytes(rows))
-        # Gradients of weights, the newest of them, of the operation after.
-        weights, new, following = float(gradient_bytes if adds else 0), 0.0, 0.0
-        peak = kept + weights
+        # Gradients of weights, which are added when all of the cell are made; and of the operation after.
+        weights, following = float(gradient_bytes if adds else 0), 0.0
+        peak, end = kept + weights, weights + gradient_bytes
         for saved_tensor in self.saved_tensors:
-            # A gradient to be added exists until its operation has also made the gradient that is passed on.
-            new = saved_tensor.stays or (new if adds else 0.0)
-            peak = max(peak, kept + weights + new + following + saved_tensor.flows * scale)
-            if not adds:
-                weights += saved_tensor.stays
-            elif saved_tensor.flows:
-                new = 0.0
+            weights += saved_tensor.stays
+            peak = max(peak, kept + weights + following + saved_tensor.flows * scale)
             following = saved_tensor.flows * scale or following
             kept -= saved_tensor.freed * scale
-        self._peaks[key] = int(max(peak, gradient_bytes + following))
+        self._peaks[key] = int(max(peak, end + following))
         return self._peaks[key]
 
 

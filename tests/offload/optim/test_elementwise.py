@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.mesh.public import check_elementwise
+from offload.optim.elementwise import check_elementwise
 
 
 class Lamb(torch.optim.SGD):

@@ -10,30 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from offload.engine.homes import ModelHomes
-from offload.limits import MemoryLimits
 from offload.planner.memory_planner import MemoryPlanner
 from offload.planning.step_model import Choice
-from offload.policy import MemoryPolicy
-from offload.storage.buffer import has_own_memory
 
-__all__ = ["MeshMemoryPlanner", "plan_memory"]
+__all__ = ["MeshMemoryPlanner"]
 
-#: Of a limit of memory, staging buffers of transfers take at most one part in so many.
-STAGING_SHARE = 16
 #: What a rank tells the others at the begin of a step: earlier forwards wait for their backward; none does; it needs
 #: another plan. And at its end, that its batch does not fit.
 _BUSY, _IDLE, _DUE, _REFUSED = 0.0, 1.0, 2.0, -1.0
-
-
-def plan_memory(homes: ModelHomes, limits: MemoryLimits, policy: MemoryPolicy) -> None:
-    """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open."""
-    if not policy.plans:
-        return
-    if not has_own_memory(homes.device):
-        homes.tier.limit_staging(limits.device.nbytes // STAGING_SHARE)
-    kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
-    homes.steps.planner = kind(limits, policy, homes)
 
 
 class MeshMemoryPlanner(MemoryPlanner):
