@@ -15,10 +15,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,48 +36,35 @@ from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
 from pipe.stream import current_stream, use_device, use_stream
 from pipe.threads import Future, Threads
 
-if TYPE_CHECKING:
-    from offload.engine.homes import ModelHomes
-
 __all__ = ["InBackward", "StepDecision", "Update", "mark", "note_update"]
 
 
+@dataclass(eq=False)
 class Update:
     """The pending update of one shard. Started by the thread that runs the model, executed on the update lane."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        tasks: Sequence[UpdateJob],
-        lane: CopyLane,
-        meter: Meter,
-        *,
-        in_slot: bool,
-        io_threads: Threads,
-        buffer_pool: IOBufferPool,
-        finished: Callable[[UpdateJob], None],
-    ) -> None:
-        self._shard = shard
-        #: Its letter in the plan: U before a load, V in backward.
-        self.letter = "U"
-        #: The jobs that are not done.
-        self.tasks = list(tasks)
-        self._lane = lane
-        self._meter = meter
-        #: Whether parameters may be updated in the slot of the next load, which saves a second read.
-        self._in_slot = in_slot and shard.slot_keeps_weights
-        self._io_threads = io_threads
-        self._buffer_pool = buffer_pool
-        self._finished = finished
-        self._arrival: Arrival | None = None
-        #: Whether an exception was raised between the begin and the end of a start.
-        self._starting = False
-        self._failed = False
-        #: Whether all of it is applied.
-        self.done = False
-        self._filled: Tensor | None = None
-        #: The expected next update: it is prefetched while this one ends.
-        self.following: Update | None = None
+    shard: Shard
+    #: The jobs that are not done.
+    tasks: list[UpdateJob]
+    lane: CopyLane
+    meter: Meter
+    io_threads: Threads
+    buffer_pool: IOBufferPool
+    #: A weak method, since an update may outlive its optimizer; called with each job that is done.
+    finished: weakref.WeakMethod[Callable[[UpdateJob], None]]
+    #: Whether parameters may be updated in the slot of the next load, which saves a second read.
+    in_slot: bool
+    #: Its letter in the plan: U before a load, V in backward.
+    letter: str = "U"
+    #: Whether all of it is applied.
+    done: bool = False
+    #: The expected next update: it is prefetched while this one ends.
+    following: Update | None = None
+    _arrival: Arrival | None = None
+    #: Whether an exception was raised between the begin and the end of a start.
+    _starting: bool = False
+    _failed: bool = False
+    _filled: Tensor | None = None
 
     def start(self, slot: Tensor | None = None, after: Sequence[Arrival] = (), *, holds: bool = False) -> Arrival:
         """Starts the update, unless it is running or done.
@@ -89,10 +76,10 @@ class Update:
                 self.wait_idle()
             self._starting = True
             self._arrival, self._failed = None, False
-            slot = slot if self._in_slot else None
+            slot = slot if self.in_slot else None
             filling = None if holds else self._begin_to_fill(slot)
-            self._arrival = self._lane.submit(
-                f"{self.letter}{self._shard.index}", partial(self._run, slot, filling), after
+            self._arrival = self.lane.submit(
+                f"{self.letter}{self.shard.index}", partial(self._run, slot, filling), after
             )
             self._starting = False
         return self._arrival
@@ -100,22 +87,22 @@ class Update:
     def wait_idle(self) -> None:
         """Waits until no part of it is running, successful or not; also after an interrupted start."""
         # Update lane -> host. Without this, an update whose start was interrupted runs twice at the same time.
-        self._lane.wait_idle()
+        self.lane.wait_idle()
         # Reader -> host. Without this, weights are read into a slot that another shard uses.
-        self._io_threads.wait_idle()
+        self.io_threads.wait_idle()
 
     def _begin_to_fill(self, slot: Tensor | None) -> Future[None] | None:
         """Begins to read the weights to be updated; the update before this one may still run."""
-        home = self._shard.home
+        home = self.shard.home
         if slot is None or home is None:
             return None
 
         def fill() -> None:
-            with self._meter.on_lane("load", f"L{self._shard.index}", home.nbytes):
-                self._shard.fill_own(slot)
+            with self.meter.on_lane("load", f"L{self.shard.index}", home.nbytes):
+                self.shard.fill_own(slot)
 
         # The writes that failed in an earlier attempt have to be repeated first.
-        return Future(fill) if any(job.unwritten for job in self.tasks) else self._io_threads.offer(fill)
+        return Future(fill) if any(job.unwritten for job in self.tasks) else self.io_threads.offer(fill)
 
     def filled(self, slot: Tensor) -> bool:
         """Whether the update left the shard's new values in ``slot``."""
@@ -123,58 +110,48 @@ class Update:
 
     def _run(self, slot: Tensor | None, filling: Future[None] | None) -> None:
         try:
-            self._prepare(slot, filling)
+            self.flush()
+            if slot is not None:
+                self.buffer_pool.prefetch(self._upcoming(0))
+            if filling is not None:
+                # Reader -> update lane. Without this, weights are updated while they are being read.
+                filling.run_or_wait()
             nbytes = sum(job.nbytes for job in self.tasks if not job.done)
-            kind = None if self._shard.blocking_io else UPDATE_IN_MEMORY
-            with self._meter.on_lane("update", f"{self.letter}{self._shard.index}", nbytes, kind=kind):
-                self._run_tasks(slot)
+            kind = None if self.shard.blocking_io else UPDATE_IN_MEMORY
+            with self.meter.on_lane("update", f"{self.letter}{self.shard.index}", nbytes, kind=kind):
+                for k, job in enumerate(self.tasks):
+                    if not job.done:
+                        job.param_block.run(job, slot, partial(self._upcoming, k + 1))
+                        self._finish_job(job)
+                self.flush()
         except BaseException:
             self._failed = True
             with contextlib.suppress(Exception):  # each write knows whether it is missing
                 # Writer -> update lane. Without this, files are written from a slot that another shard uses.
-                self._buffer_pool.wait_idle()
+                self.buffer_pool.wait_idle()
             raise
         self._filled = slot
         if not self.done:
-            self._meter.shard_updates += 1
-            self._meter.update_bytes_read += sum(job.bytes_read for job in self.tasks)
-            self._meter.update_bytes_written += sum(job.bytes_written for job in self.tasks)
+            self.meter.shard_updates += 1
+            self.meter.update_bytes_read += sum(job.bytes_read for job in self.tasks)
+            self.meter.update_bytes_written += sum(job.bytes_written for job in self.tasks)
         self.done = True
         self.tasks.clear()
-        self._shard.pending = None
-
-    def _prepare(self, slot: Tensor | None, filling: Future[None] | None) -> None:
-        """Repeats failed writes, begins to prefetch, and waits for the weights in the slot."""
-        self.flush()
-        if slot is not None:
-            self._buffer_pool.prefetch(self._upcoming(0))
-        if filling is not None:
-            # Reader -> update lane. Without this, weights are updated while they are being read.
-            filling.run_or_wait()
-
-    def _run_tasks(self, slot: Tensor | None) -> None:
-        computed: deque[UpdateJob] = deque()
-        for k, job in enumerate(self.tasks):
-            if not job.done:
-                job.param_block.run(job, slot, partial(self._upcoming, k + 1))
-                computed.append(job)
-            while computed and not computed[0].unwritten:
-                self._finish_job(computed.popleft())
-        self.flush()
-        for job in computed:
-            self._finish_job(job)
+        self.shard.pending = None
 
     def flush(self) -> None:
         """Returns when everything computed is in its file; failed writes are repeated."""
         # Writer -> update lane. Without this, the update is done before its bytes are in their files.
-        self._buffer_pool.wait_idle()
+        self.buffer_pool.wait_idle()
         for write in [write for job in self.tasks for write in job.unwritten]:
             write.run()
 
     def _finish_job(self, job: UpdateJob) -> None:
+        """Called when a job is computed; its last writes may still be running."""
         job.done = True
         job.gradients = []  # frees their memory
-        self._finished(job)
+        if (finished := self.finished()) is not None:
+            finished(job)
 
     def _upcoming(self, first: int) -> Blocks:
         """What the unfinished jobs of this update from ``first`` on read, then those of the updates that follow."""
@@ -203,73 +180,41 @@ def note_update(job: UpdateJob) -> None:
     torch.autograd.graph.increment_version([parameter for parameter, _ in written])
 
 
-def mark(shard: Shard, update: Update) -> None:
+def mark(update: Update) -> None:
     """Makes an update pending. Increments the version of its parameters, although they are written later."""
     for job in update.tasks:
         note_update(job)
-    if shard.formed:
-        seal(shard)
-    shard.pending = update
+    if update.shard.formed:
+        seal(update.shard)
+    update.shard.pending = update
 
 
-class Stepping(ModelOptimizer, Protocol):
-    """What a step needs of its optimizer."""
-
-    homes: ModelHomes
-
-    def count_step(self, number: int) -> None:
-        """Notes that a step of this number is decided."""
-
-    def update(
-        self,
-        shard: Shard,
-        options: list[dict[str, Any]],
-        coefficient: Tensor | None = None,
-        kept: dict[Slice, Tensor] | None = None,
-    ) -> Update | None:
-        """The update of a shard; None if it has no gradient."""
-
-
+@dataclass(eq=False)
 class StepDecision:
-    """One step of an optimizer.
+    """One step of an optimizer."""
 
-    Args:
-        optimizer: whose step it is.
-        updates: of the shards that have a gradient, in the order of loads.
-        at_once: the updates of parameters that are on the compute device.
-        thread: runs these.
-        finished: called with each of them that is done.
-        options: the hyperparameters of all groups.
-    """
-
-    def __init__(
-        self,
-        optimizer: Stepping,
-        updates: Sequence[tuple[Shard, Update]],
-        at_once: Sequence[UpdateJob],
-        thread: Threads,
-        finished: Callable[[UpdateJob], None],
-        options: list[dict[str, Any]],
-    ) -> None:
-        self._optimizer = optimizer
-        self._updates = updates
-        self._at_once = at_once
-        self._thread = thread
-        self._finished = finished
-        self._number = optimizer.steps + 1
-        self.options = options
-        self._backwards = self._backwards_now
-        #: Those of all parameters when the step raised; weakly, since zero_grad() frees them.
-        self._gradients: list[tuple[Any, Callable[[], Tensor | None]]] = []
+    #: Those of the shards that have a gradient, in the order of loads.
+    updates: Sequence[Update]
+    #: The updates of parameters that are on the compute device, and the thread that runs them.
+    at_once: Sequence[UpdateJob]
+    thread: Threads
+    #: Called with each of these that is done.
+    finished: Callable[[UpdateJob], None]
+    #: The hyperparameters of all groups.
+    options: list[dict[str, Any]]
+    #: How many backwards had added to gradients, or had begun to.
+    backwards: int
+    #: Those of all parameters when the step raised; weakly, since zero_grad() frees them.
+    gradients: Sequence[tuple[Tensor, weakref.ref[Tensor]]] = ()
 
     @property
     def begun(self) -> bool:
         """Whether anything is applied yet."""
-        return any(job.done or job.scaled or job.param_block.stopped for job in self._at_once)
+        return any(job.done or job.scaled or job.param_block.stopped for job in self.at_once)
 
     def run_at_once(self) -> None:
         """Runs the updates on the device that are not done. After an interrupt the thread may still run one."""
-        left = [job for job in self._at_once if not job.done]
+        left = [job for job in self.at_once if not job.done]
         if not left:
             return
         device = left[0].param_block.proxies[0].device
@@ -281,10 +226,10 @@ class StepDecision:
                     job.param_block.run(job, None)
                     note_update(job)  # a backward that saved the old values notices the new ones
                     job.done = True
-                    self._finished(job)
+                    self.finished(job)
 
         try:
-            future = self._thread.submit(work)
+            future = self.thread.submit(work)
         except RuntimeError:  # in a forked process, or at exit, there is no thread
             work()
             return
@@ -293,35 +238,22 @@ class StepDecision:
     def decide(self) -> None:
         """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
         self.run_at_once()
-        for shard, update in self._updates:
-            if shard.pending is not update and not update.done:
-                mark(shard, update)
+        for update in self.updates:
+            if update.shard.pending is not update and not update.done:
+                mark(update)
         # The next forward loads the shards in their order.
-        for (_, update), (_, following) in itertools.pairwise(self._updates):
+        for update, following in itertools.pairwise(self.updates):
             update.following = following
-        self._optimizer.count_step(self._number)
 
-    @property
-    def _backwards_now(self) -> int:
-        """How many backwards have added to gradients, or have begun to."""
-        return self._optimizer.homes.streamer.gradient_offload.optimizers.backwards
-
-    def note_gradients(self) -> None:
-        """Called when the step has raised."""
-        members = (p for group in self._optimizer.param_groups for p in group["params"])
-        self._gradients = [(p, weakref.ref(p.grad)) for p in members if p.grad is not None]
-
-    def repeats(self) -> bool:
+    def repeats(self, backwards: int) -> bool:
         """Whether a call of ``step()`` repeats this one, which raised: no backward came between, and no gradient was
         replaced or removed."""
-        if self._backwards_now != self._backwards:
-            return False
-        return all(parameter.grad is gradient() for parameter, gradient in self._gradients)
+        return backwards == self.backwards and all(p.grad is gradient() for p, gradient in self.gradients)
 
     def start(self) -> None:
         """Starts the updates that need not wait for a load: homes in host memory are updated in place."""
-        for shard, update in self._updates:
-            if not (shard.blocking_io or update.done):
+        for update in self.updates:
+            if not (update.shard.blocking_io or update.done):
                 update.start()
 
 
@@ -334,16 +266,29 @@ class StepDecision:
 # After a backward that failed with some shards updated and others not, every call of the optimizer raises.
 
 
+class UpdatingOptimizer(ModelOptimizer, Protocol):
+    """An optimizer that updates shards during backward."""
+
+    def update(
+        self,
+        shard: Shard,
+        options: list[dict[str, Any]],
+        coefficient: Tensor | None = None,
+        kept: dict[Slice, Tensor] | None = None,
+    ) -> Update | None:
+        """The update of a shard; None if it has no gradient."""
+
+
 class InBackward:
     """The updater that the gradient offload calls during a backward. Belongs to one optimizer."""
 
-    def __init__(self, optimizer: Stepping) -> None:
+    def __init__(self, optimizer: UpdatingOptimizer) -> None:
         # Weak: a cycle would keep an optimizer alive that no other code refers to.
         self._optimizer = weakref.ref(optimizer)
         self.accumulating = 0
         self._updated: list[int] | None = None  # shards that this step has updated; None between steps
         #: The optimizer while a backward updates: it must not be collected between a kept gradient and its update.
-        self._updating: Stepping | None = None
+        self._updating: UpdatingOptimizer | None = None
         self._failure: str | None = None
         self._options: list[dict[str, Any]] = []
 
@@ -397,7 +342,7 @@ class InBackward:
                 f"{waiting} more forwards of this model still need their backward, but this one changes parameters; "
                 f"run it under `with optimizer.accumulate():`, or delete their outputs"
             )
-        shards = optimizer.homes.shards
+        shards = [*optimizer.param_blocks]
         used: dict[int, int] = {}
         for place, j in enumerate(range(len(shards)) if order is None else order):
             used.setdefault(j, place)
@@ -444,7 +389,7 @@ class InBackward:
         assert self._updated is not None
         self._updated.append(shard.index)  # first: after an interrupt the shard counts as updated
         update.letter = "V"
-        mark(shard, update)
+        mark(update)
         for param_block in optimizer.param_blocks[shard]:
             for parameter in param_block.parameters:
                 parameter.grad = None
