@@ -309,7 +309,7 @@ def test_a_save_beside_training_sums_what_it_writes(tmp_path: Path, monkeypatch:
             layers.bias.add_(1.0)
         return found
 
-    monkeypatch.setattr("offload.files.untrusted.zlib.crc32", changed)
+    monkeypatch.setattr("offload.untrusted.zlib.crc32", changed)
     save_checkpoint(tmp_path, layers)
     monkeypatch.undo()
     load_checkpoint(tmp_path, nn.Linear(600, 600))
