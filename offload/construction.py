@@ -28,7 +28,6 @@ from offload.mesh.engine import MeshEngine
 from offload.mesh.planner import MeshMemoryPlanner
 from offload.mesh.sharding import Sharding, check_mesh
 from offload.meta_device.materialize import Values, move_buffers
-from offload.microbatches import MicroBatches
 from offload.persistence import PersistentHome
 from offload.planner.memory_planner import MemoryPlanner
 from offload.planning.budget import GAPS_SHARE
@@ -67,7 +66,7 @@ class Arguments:
     offload_device: torch.device | str | os.PathLike[str]
     num_slices: int | None
     checkpoint_activation: bool | None
-    num_microbatches: int | None
+    num_microbatches: int
     memory: MemoryPolicy | int | str | Mapping[str, int | str] | None
     param_dtype: torch.dtype | None
     store_dtype: torch.dtype | str | None
@@ -138,11 +137,6 @@ def construct(
     check_gradient_dtype(given.gradient_dtype, accumulates=given.accumulate_in_gradient_dtype)
     memory = memory_of(given.memory, plans=plans, mesh=mesh, device=device)
     recompute = recomputes(memory, given.checkpoint_activation)
-    if given.num_microbatches is None and not (in_order and memory is not None and recompute):
-        raise ValueError(
-            "num_microbatches=None needs layers that are called one after the other, and a memory whose plan chooses "
-            "them; pass the number of micro-batches"
-        )
     ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
     replicas = 1 if mesh is None else mesh.size() // ranks
     offload_device = home_of(offload_device) or offload_device
@@ -236,7 +230,7 @@ def construct(
     if memory is not None and memory_limits is not None and recompute:
         _plan_memory(homes, memory_limits, memory)
     home.begin()
-    calls.micro_batches = MicroBatches(given.num_microbatches, homes)
+    calls.micro_batches = given.num_microbatches
     return Offloaded(
         kind=type(model),
         arguments=copied,
