@@ -39,6 +39,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -352,19 +353,15 @@ def _mesh_on_host(mesh: DeviceMesh, groups: Sequence[Any]) -> DeviceMesh:
 
 def _difference(texts: list[tuple[str, str]]) -> str:
     """Names the first word in which a rank differs from rank 0."""
-    (what, first), words = texts[0], texts[0][1].split()
+    what, words = texts[0][0], texts[0][1].split()
     for rank, (other_what, other) in enumerate(texts):
         if other_what != what:
             return f"ranks of one mesh run different calls: rank 0 begins {what}, rank {rank} begins {other_what}"
-        if other == first:
-            continue
-        others = other.split()
-        place = next((k for k, (a, b) in enumerate(zip(words, others, strict=False)) if a != b), None)
-        place = min(len(words), len(others)) if place is None else place
-        mine, theirs = (" ".join(w[place : place + 1]) or "the end" for w in (words, others))
-        before = " ".join(words[max(0, place - 4) : place]) or "the beginning"
-        return (
-            f"ranks of one mesh differ in {what}: after {before}, rank 0 has {mine} and rank {rank} has {theirs} "
-            f"(word {place + 1}); build the same model on all ranks, and call it in the same order"
-        )
+        for place, (mine, theirs) in enumerate(zip_longest(words, other.split(), fillvalue="the end")):
+            if mine != theirs:
+                before = " ".join(words[max(0, place - 4) : place]) or "the beginning"
+                return (
+                    f"ranks of one mesh differ in {what}: after {before}, rank 0 has {mine} and rank {rank} has "
+                    f"{theirs} (word {place + 1}); build the same model on all ranks, and call it in the same order"
+                )
     raise AssertionError

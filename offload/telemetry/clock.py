@@ -23,7 +23,8 @@ class Clock:
         self._device = device
         self._seconds = 0.0
         self._spans: deque[tuple[Any, Any, float, bool, bool]] = deque()
-        self._disturbed = True
+        #: Whether something disturbs the present step: its spans are stored separately.
+        self.disturbed = True
         #: Amount and seconds of the latest spans, by whether they belong to a step that something disturbs.
         self._samples: dict[bool, deque[tuple[float, float]]] = {which: deque(maxlen=LATEST) for which in (True, False)}
 
@@ -36,7 +37,7 @@ class Clock:
                 yield
                 done = amount  # a failed span is not a sample
             finally:
-                self.add(time.perf_counter() - start, done, disturbed=self._disturbed, continues=continues)
+                self.add(time.perf_counter() - start, done, disturbed=self.disturbed, continues=continues)
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self._device)
@@ -47,7 +48,7 @@ class Clock:
             done = amount
         finally:
             end.record(stream)
-            self._spans.append((begin, end, done, self._disturbed, continues))
+            self._spans.append((begin, end, done, self.disturbed, continues))
             if len(self._spans) >= 4096:  # bounds the events of a long run
                 self._wait_idle(wait=False)
 
@@ -69,10 +70,6 @@ class Clock:
         if amount or (continues and samples):
             before = samples.pop() if continues and samples else (0.0, 0.0)
             samples.append((before[0] + amount, before[1] + seconds))
-
-    def begin_step(self, *, disturbed: bool) -> None:
-        """Begins a step; the spans of one that is ``disturbed`` are stored separately. Does not wait."""
-        self._disturbed = disturbed
 
     @property
     def seconds(self) -> float:

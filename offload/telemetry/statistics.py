@@ -79,7 +79,6 @@ class Meter:
         #: Shard -> tensors that a recomputed cell saves for backward; the same of one that keeps its graph.
         self.memory_profiles, self.kept_profiles = ProfilesBySize(), ProfilesBySize()
         self._steps = 0
-        self._disturbed = True
         self._device = device
         self.tracer = Tracer()
         #: Bytes that are on the compute device now.
@@ -122,14 +121,13 @@ class Meter:
     def begin_step(self) -> None:
         """Begins a training step. Times of the first one, which also makes files and buffers, are kept apart."""
         self._steps += 1
-        self._disturbed = self._steps == 1
         for clock in (*self.cells.values(), *self._lane_clocks.values()):
-            clock.begin_step(disturbed=self._disturbed)
+            clock.disturbed = self._steps <= 1
 
     def _clock_of(self, kind: str, shard: int) -> Clock:
         if (kind, shard) not in self.cells:
             self.cells[kind, shard] = Clock(self._device)
-            self.cells[kind, shard].begin_step(disturbed=self._disturbed)
+            self.cells[kind, shard].disturbed = self._steps <= 1
         return self.cells[kind, shard]
 
     def cell_seconds_per_row(self, kind: str, shard: int) -> float:
