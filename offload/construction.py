@@ -232,11 +232,11 @@ def construct(
     with homes.public.whole():
         calls.engine = (MeshEngine if homes.public.sharded else Engine)(homes, calls.forwards)
     homes.run_by(calls.engine)
-    homes.public.recount()
+    homes.public.recount(homes.shards, calls.engine.held())
     if memory_limits is not None and recompute:
         _plan_memory(homes, memory_limits, resources.policy)
     home.begin()
-    calls.micro_batches = MicroBatches(given.num_microbatches, homes)
+    calls.micro_batches = MicroBatches(given.num_microbatches, homes, calls.engine)
     return Offloaded(
         kind=type(model),
         arguments=copied,

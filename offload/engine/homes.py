@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.outside import LeafBytes, outside_bytes
-from offload.engine.references import References
 from offload.engine.steps import Steps
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
-from offload.planning.rows import RowUnits, looks_across_rows
+from offload.planning.rows import RowUnits
 from offload.planning.step_model import OutsideBytes
 from offload.policy import MemoryPolicy
 from offload.public_parameters import PublicParameters
@@ -33,7 +32,6 @@ from offload.streaming.lane import CopyLanes, error_context
 from offload.streaming.moves import move_homes
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
-from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
 from pipe.process import check_process
 from pipe.torch_private.autograd import outside_inference_mode
@@ -67,8 +65,6 @@ class ModelHomes:
     structure: Structure | None = None
     #: Whether the model was closed.
     closed = False
-    #: The references of the engine to the parameters, once it is there.
-    references: References
     #: Names of the blocks that the model's own forward calls; none for layers that are called in order.
     blocks: Sequence[str] = ()
     #: The parameters outside of the blocks.
@@ -131,7 +127,7 @@ class ModelHomes:
         self._backward: Any = lambda: None
 
     def run_by(self, engine: Any) -> None:
-        """Notes the engine that runs the blocks, and counts the references to parameters."""
+        """Notes the engine that runs the blocks."""
         self._engine = this = weakref.ref(engine)  # it refers to this object
         self._backward = weakref.ref(engine.backward)
 
@@ -146,7 +142,6 @@ class ModelHomes:
                 engine.clean_up()
 
         self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
-        self.references = References(self.shards, engine.held())
 
     @property
     def busy(self) -> bool:
@@ -335,29 +330,6 @@ class ModelHomes:
             )
             for shard in self.shards
         ]
-
-    def microbatches(self, rows: int, units: float | None = None) -> int:
-        """Micro-batches of a training batch of so many rows: as few as fit; 1 where the result would be another.
-
-        ``units``: as how many these rows count, if they are not as long as those of the first batch.
-        """
-        planner = self.steps.planner
-        if planner is None or not torch.is_grad_enabled():
-            return 1
-        engine = self._engine()
-        draws = engine is None or engine.draws
-        layers = [layer for shard in self.shards for layer in shard.layers]
-        if (draws and not self.policy.join_chunks) or looks_across_rows(layers):
-            return 1
-        count: int = planner.microbatches(rows, rows if units is None else units)
-        return count
-
-    def memory_report(self) -> MemoryReport:
-        """See :meth:`OffloadModel.memory_report <offload.OffloadModel.memory_report>`."""
-        if self.steps.planner is None:
-            raise RuntimeError("expected a model with memory=..., whose plan is chosen; this one has no limit")
-        report: MemoryReport = self.steps.planner.report()
-        return report
 
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""

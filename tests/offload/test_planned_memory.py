@@ -399,7 +399,7 @@ def test_a_batch_is_not_cut_where_layers_draw_or_look_across_rows(tmp_path: Path
             train(model, optimizer, 1, rows=100_000)
     model, optimizer = made(tmp_path, MemoryPolicy("40MiB", join_chunks=True), num_microbatches=None)
     train(model, optimizer, 2)
-    assert model._homes.microbatches(6000) > 1
+    assert model._micro_batches.planned(6000) > 1
 
 
 def test_micro_batches_are_planned_only_where_a_memory_is(tmp_path: Path) -> None:
