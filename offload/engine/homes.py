@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.engine.outside import LeafBytes, outside_bytes
 from offload.engine.steps import Steps
@@ -288,29 +288,6 @@ class ModelHomes:
         except BaseException:
             commit()  # an interrupt: everything is copied, and the rest cannot fail
             raise
-
-    def may_rest(self, shard: Shard) -> bool:
-        """Whether a shard can rest in the memory that layers compute in.
-
-        On a device with memory of its own if all that it trains is updated by an ``OffloadOptimizer``: states of others
-        would not follow it. Not if these states are encoded, which the host does, or have another type than their
-        parameter, which ``load_state_dict`` of torch would give them where they move to another device.
-        """
-        if self._on_device is None or not shard.may_bind_in_place:
-            return shard.may_bind_in_place
-        if self.public.sharded or shard.formed or shard.quantised:
-            return False
-        trained = {s.parameter for s in shard.own if s.parameter.requires_grad}
-        optimizers = self.streamer.gradient_offload.optimizers
-        if trained and (self.policy.update_on == "host" or any(o.factory.form is not None for o in optimizers)):
-            return False
-        blocks = [block for o in optimizers for block in o.param_blocks.get(shard, ())]
-        for block in blocks:
-            for proxy, state in zip(block.proxies, block.states(), strict=True):
-                values = (x for key, x in state.items() if key != "step" and isinstance(x, Tensor))
-                if any(x.is_floating_point() and x.dtype != proxy.dtype for x in values):
-                    return False
-        return trained <= {p for block in blocks for p in block.parameters}
 
     def write_back(self) -> None:
         """Writes the weights of shards that rest in memory to their files."""
