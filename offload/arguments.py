@@ -1,4 +1,4 @@
-"""Checks and normalises the arguments of ``OffloadModel``, before any layer is changed."""
+"""Checks and normalises the arguments of ``OffloadModel``, before any layer is changed, and what enters a model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload.forms.quantised import StoredTensor, stored_tensors
 from offload.forms.weight_forms import WeightForm
 from offload.planning.partition import aligned
 from pipe.refusals import beyond_layers
+from pipe.torch_private.tracing import transform_under_way
 
 __all__ = [
+    "as_call",
     "check_choices",
     "check_gradient_dtype",
     "check_separate",
@@ -23,6 +25,7 @@ __all__ = [
     "layer_bytes",
     "layers_of",
     "names_taken",
+    "refuse_transforms",
 ]
 
 
@@ -143,3 +146,24 @@ def names_taken(layer: nn.Module) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters[1:]]
+
+
+def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Chunk ``i`` as arguments and keyword arguments of the model. Raises TypeError for what is neither."""
+    if isinstance(chunk, Tensor):
+        return (chunk,), {}
+    if isinstance(chunk, tuple) and len(chunk) == 2:
+        args, kwargs = chunk
+        if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
+            return tuple(args), kwargs
+    raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")
+
+
+def refuse_transforms(tensors: Iterable[Tensor]) -> None:
+    """Raises RuntimeError if a mechanism other than autograd transforms or traces a call on these tensors."""
+    transform = transform_under_way(tensors)
+    if transform is not None:
+        raise RuntimeError(
+            f"an OffloadModel cannot run inside {transform}: its weights are in memory only while their shard "
+            f"runs, which only backward() supports; transform, export or trace the bare module"
+        )

@@ -226,7 +226,7 @@ def construct(
     with homes.public.whole():
         calls.engine = (MeshEngine if homes.public.sharded else Engine)(homes, calls.forwards)
     homes.run_by(calls.engine)
-    homes.public.recount()
+    homes.public.recount(homes.shards, calls.engine.held())
     if memory is not None and memory_limits is not None and recompute:
         _plan_memory(homes, memory_limits, memory)
     home.begin()

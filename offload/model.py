@@ -282,7 +282,11 @@ class OffloadModel(nn.Module):
         It has each use with its bytes, predicted and measured, and what more memory would buy; ``.plot("memory.png")``
         draws the bytes. Raises RuntimeError if there is no ``memory``.
         """
-        return self._homes.memory_report()
+        planner = self._homes.steps.planner
+        if planner is None:
+            raise RuntimeError("expected a model with memory=..., whose plan is chosen; this one has no limit")
+        report: MemoryReport = planner.report()
+        return report
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:

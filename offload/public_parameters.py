@@ -1,19 +1,28 @@
 """The parameters that users see, and how passes of all ranks agree: here without a mesh, where nothing differs.
 
 With a mesh it is :class:`offload.mesh.sharded.MeshParameters`.
+
+An update may stay pending as long as every reader of its parameters asks the model for them, which finishes it first.
+Code that already holds a parameter, its gradient or a view of its home (a list for an average, a NumPy array) does not
+ask. So the references that exist are compared with those that the engine knows of.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
+from pipe.torch_private.tensors import native_uses
 
 if TYPE_CHECKING:
     from offload.mesh.ranks import Ranks
@@ -40,8 +49,21 @@ class PublicParameters:
         """What users' graphs hold for parameters of layers."""
         return parameters
 
-    def recount(self) -> None:
-        """Counts the engine's own references to what users see anew."""
+    def recount(self, shards: Sequence[Shard], held: Iterable[nn.Parameter]) -> None:
+        """Counts the engine's own references to what users see, when all homes are made.
+
+        ``held``: parameters that other parts of the engine hold, once for each reference.
+        """
+        self._shards = shards
+        #: How many references of the engine, and of the modules themselves, each parameter has.
+        self._ours: Counter[nn.Parameter] = Counter()
+        for module in dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules()):
+            self._ours.update(p for p in dict.values(module._parameters) if p is not None)
+        for shard in shards:
+            slices = {id(s): s for s in (*shard.own, *shard.slices)}  # a slice may be in both
+            self._ours.update(s.parameter for s in slices.values())
+        self._ours.update(held)
+        self._ours.update(list(self._ours))  # the references of the counter itself
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """What is stored of a parameter that users see."""
@@ -79,9 +101,24 @@ class PublicParameters:
         """The ``number`` of each rank, at a point that all of them reach: the begin of ``what``."""
         return [number]
 
-    def held_elsewhere(self, known: Counter[nn.Parameter]) -> bool | None:
-        """Whether other code holds what users see; None: the engine's own references tell."""
-        return None
+    def held_elsewhere(self, known: Counter[nn.Parameter]) -> bool:
+        """Whether code outside of the engine holds parameters, their gradients or memory of their homes.
+
+        ``known``: the parameters to check, and how often optimizers hold each. Unclear cases count as held; the cost is
+        an update that does not overlap with the next forward.
+        """
+        for parameter, held in known.items():
+            ours = self._ours.get(parameter)
+            if ours is None:
+                continue  # it stays on the compute device, where updates are never pending
+            ours += held + 1  # ``known`` itself
+            ours += BY_GRAPHS if native_uses(parameter) > 1 else 0
+            if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
+                return True
+            gradient = parameter.grad
+            if gradient is not None and sys.getrefcount(gradient) != _UNHELD_GRADIENT:
+                return True
+        return any(shard.home is not None and shard.count_home_owners() != shard.home_uses for shard in self._shards)
 
     def begin_step(self, optimizer: ModelOptimizer) -> None:
         """Called at the beginning of a step."""
@@ -104,3 +141,17 @@ class PublicParameters:
     def stored_state(self, s: Slice, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """What this process stores of a state that users loaded."""
         return state
+
+
+def _unheld() -> tuple[int, int]:
+    """What ``sys.getrefcount`` counts in the loop above besides the known references, in this Python."""
+    held = {nn.Parameter(torch.ones(1)): 1}
+    for parameter, ours in held.items():
+        parameter.grad = torch.ones(1)
+        gradient = parameter.grad
+        return sys.getrefcount(parameter) - ours, sys.getrefcount(gradient)
+    raise AssertionError
+
+
+#: Of a parameter, and of its gradient, without other holders: references of the expressions themselves.
+_UNHELD, _UNHELD_GRADIENT = _unheld()

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import names_taken
+from offload.arguments import as_call, names_taken, refuse_transforms
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
 from offload.limits import cell_bytes

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.arguments import as_call, refuse_transforms
 from offload.blocks.body import StreamedForward, own_forward
 from offload.blocks.find import parameters_outside
 from offload.engine.chunks import run_chunks
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.structure import Structure
 from offload.forms.quantised import is_taken_apart, refresh, stored_tensors
 from offload.meta_device.materialize import Materializer, Values

@@ -93,7 +93,8 @@ class Engine:
         self._made_in = os.getpid()
         #: Forwards of several chunks so far, and whether in one of them code between blocks has set their attributes.
         self.chunked, self.sets_between = 0, False
-        self._weights = [Weights(shard, homes.device, homes.public) for shard in homes.shards]
+        leaves = homes.public.for_autograd
+        self._weights = [Weights(shard, homes.device, leaves(shard.parameters)) for shard in homes.shards]
         self._slots = Slots(homes.streamer)
         self.backward = self.backward_kind(homes, self._weights, self._slots)
         #: Of each shard.
@@ -282,7 +283,7 @@ class Engine:
         j, in_place = shard.index, shard.in_place
         enabled = torch.is_grad_enabled()
         graph = enabled and (shard.trainable or _requires_grad((args, kwargs)))
-        if this.order.begin(j) and self.has_ranks:
+        if this.order.begin(j):
             self._leave_order(block)
         if graph:
             this.order.add_graph(j)

@@ -15,10 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.engine.outside import LeafBytes, outside_bytes
-from offload.engine.references import References
 from offload.engine.steps import Steps
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
@@ -33,7 +32,6 @@ from offload.streaming.lane import CopyLanes, error_context
 from offload.streaming.moves import move_homes
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
-from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
 from pipe.process import check_process
 from pipe.torch_private.autograd import outside_inference_mode
@@ -67,8 +65,6 @@ class ModelHomes:
     structure: Structure | None = None
     #: Whether the model was closed.
     closed = False
-    #: The references of the engine to the parameters, once it is there.
-    references: References
     #: Names of the blocks that the model's own forward calls; none for layers that are called in order.
     blocks: Sequence[str] = ()
     #: The parameters outside of the blocks.
@@ -131,7 +127,7 @@ class ModelHomes:
         self._backward: Any = lambda: None
 
     def run_by(self, engine: Any) -> None:
-        """Notes the engine that runs the blocks, and counts the references to parameters."""
+        """Notes the engine that runs the blocks."""
         self._engine = this = weakref.ref(engine)  # it refers to this object
         self._backward = weakref.ref(engine.backward)
 
@@ -146,7 +142,6 @@ class ModelHomes:
                 engine.clean_up()
 
         self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
-        self.references = References(self.shards, engine.held())
 
     @property
     def busy(self) -> bool:
@@ -294,29 +289,6 @@ class ModelHomes:
             commit()  # an interrupt: everything is copied, and the rest cannot fail
             raise
 
-    def may_rest(self, shard: Shard) -> bool:
-        """Whether a shard can rest in the memory that layers compute in.
-
-        On a device with memory of its own if all that it trains is updated by an ``OffloadOptimizer``: states of others
-        would not follow it. Not if these states are encoded, which the host does, or have another type than their
-        parameter, which ``load_state_dict`` of torch would give them where they move to another device.
-        """
-        if self._on_device is None or not shard.may_bind_in_place:
-            return shard.may_bind_in_place
-        if self.public.sharded or shard.formed or shard.quantised:
-            return False
-        trained = {s.parameter for s in shard.own if s.parameter.requires_grad}
-        optimizers = self.streamer.gradient_offload.optimizers
-        if trained and (self.policy.update_on == "host" or any(o.factory.form is not None for o in optimizers)):
-            return False
-        blocks = [block for o in optimizers for block in o.param_blocks.get(shard, ())]
-        for block in blocks:
-            for proxy, state in zip(block.proxies, block.states(), strict=True):
-                values = (x for key, x in state.items() if key != "step" and isinstance(x, Tensor))
-                if any(x.is_floating_point() and x.dtype != proxy.dtype for x in values):
-                    return False
-        return trained <= {p for block in blocks for p in block.parameters}
-
     def write_back(self) -> None:
         """Writes the weights of shards that rest in memory to their files."""
         for shard in self.shards:
@@ -335,10 +307,3 @@ class ModelHomes:
             )
             for shard in self.shards
         ]
-
-    def memory_report(self) -> MemoryReport:
-        """See :meth:`OffloadModel.memory_report <offload.OffloadModel.memory_report>`."""
-        if self.steps.planner is None:
-            raise RuntimeError("expected a model with memory=..., whose plan is chosen; this one has no limit")
-        report: MemoryReport = self.steps.planner.report()
-        return report

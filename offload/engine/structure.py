@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Structure"]
+__all__ = ["Structure", "refuse_replaced"]
 
 
 class Structure:
@@ -43,13 +43,7 @@ class Structure:
         wrapped = {**self._wrapped, **self._parameters}
         changed = sorted(name for name in current.keys() | wrapped.keys() if current.get(name) != wrapped.get(name))
         if changed:
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-            raise RuntimeError(
-                f"layers or parameters were replaced, added or removed after this OffloadModel was made: "
-                f"{', '.join(changed[:5])}{more}. Homes of parameters are made once; change the layers first "
-                f"(adapters, weight_norm, other modules, load_state_dict(assign=True)) and wrap them afterwards. "
-                f"torch.func.functional_call with other parameters is not supported"
-            )
+            refuse_replaced(changed)
         self._record()
         return True
 
@@ -62,6 +56,17 @@ class Structure:
         for name, layer in self._layers.items():
             for path, module in () if layer is None else layer.named_modules(prefix=name):
                 yield from ((f"{path}.{key}", id(p)) for key, p in dict.items(module._parameters) if p is not None)
+
+
+def refuse_replaced(names: Sequence[str]) -> None:
+    """Raises RuntimeError for layers or parameters with these names."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    raise RuntimeError(
+        f"layers or parameters were replaced, added or removed after this OffloadModel was made: "
+        f"{', '.join(names[:5])}{more}. Homes of parameters are made once; change the layers first "
+        f"(adapters, weight_norm, other modules, load_state_dict(assign=True)) and wrap them afterwards. "
+        f"torch.func.functional_call with other parameters is not supported"
+    )
 
 
 def _members(modules: Sequence[dict[str, Any]]) -> list[Any]:

@@ -3,8 +3,8 @@
 The user's parameters are never moved: they are the home. While a block runs, the registers of its modules
 (``module._parameters``) hold tensors on the slot in their place, and the parameters again afterwards. ::
 
-    weights = Weights(shard)
-    with weights.bound(weights.leaves()):
+    weights = Weights(shard, device, shard.parameters)
+    with weights.bound(weights.views(slots)):
         block(input)
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.engine.structure import refuse_replaced
 from offload.forms.quantised import refresh
-from offload.public_parameters import PublicParameters
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import SlotPool
 from pipe.torch_private.autograd import outside_inference_mode
@@ -31,7 +31,7 @@ __all__ = ["Weights"]
 class Weights:
     """The places of one shard's parameters in its modules, and views of them on the slot that holds the shard."""
 
-    def __init__(self, shard: Shard, device: torch.device, public: PublicParameters | None = None) -> None:
+    def __init__(self, shard: Shard, device: torch.device, leaves: Sequence[nn.Parameter]) -> None:
         self.shard, self.device = shard, device
         #: Positions in :attr:`Shard.slices` of what is copied to the slot; other parameters stay on the compute device.
         self.streamed = [k for k in range(len(shard.slices)) if shard.copies(k)]
@@ -41,7 +41,7 @@ class Weights:
         self.owners = shard.places
         self.parameters = shard.parameters
         #: The parameters that users see, which are the leaves of their graphs.
-        self.leaves = self.parameters if public is None else public.for_autograd(self.parameters)
+        self.leaves = leaves
         self._stay: list[bool] | None = None
         self._tokens: dict[tuple[int, ...], Sequence[Tensor]] = {}
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
@@ -68,10 +68,7 @@ class Weights:
                 self._recurrent.append(vars(module))
         gone = [shard.slices[k].name for k in position.values() if k not in found]
         if gone:
-            raise RuntimeError(
-                f"layers or parameters were replaced, added or removed after this OffloadModel was made: "
-                f"{', '.join(gone[:5])}. Change the layers first, and wrap them afterwards"
-            )
+            refuse_replaced(gone)
 
     @property
     def trained(self) -> list[int]:

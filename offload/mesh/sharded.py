@@ -8,7 +8,7 @@ Gradients of DTensors are set by users, too (``zero_grad``, clipping). So they a
 step, and shown again after each pass.
 
 Updates stay pending only while no other code holds a DTensor, since reading its values asks no model. As
-:mod:`offload.engine.references` does, references are counted; the model counts its own ones when it makes them.
+without a mesh, references are counted; the model counts its own ones when it makes them.
 
 Before passes ranks compare words: one for a parameter or for a step of an optimizer, equal on all ranks if that is.
 """
@@ -158,7 +158,7 @@ class MeshParameters(PublicParameters):
         largest = max((sum(p.nbytes for p in shard.parameters) for shard in shards), default=0)
         self.buffer_bytes = bytes_beside_one_process(largest, ranks.count) if ranks.transport is HOST else 0
 
-    def recount(self) -> None:
+    def recount(self, *_: Any) -> None:
         """Counts the engine's own references to DTensors anew."""
         self._known = self._references(Counter(p.shown for p in self._all))
 

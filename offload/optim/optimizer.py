@@ -232,7 +232,8 @@ class OffloadOptimizer(Optimizer):
         self._synchronize()
         self._raised = None
         streamer = self.homes.streamer
-        at_once = streamer.updates_at_once or self._held_elsewhere()
+        # Other code that holds parameters can read them without asking the model.
+        at_once = streamer.updates_at_once or self.homes.public.held_elsewhere(self._optimizers.references(self))
         self.homes.assigned_data.store()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
@@ -270,12 +271,6 @@ class OffloadOptimizer(Optimizer):
             members = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
             decision.gradients = [(p, weakref.ref(p.grad)) for p in members]
             raise
-
-    def _held_elsewhere(self) -> bool:
-        """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
-        references = self._optimizers.references(self)
-        held = self.homes.public.held_elsewhere(references)
-        return self.homes.references.held_elsewhere(references) if held is None else held
 
     def _decide(self, decision: StepDecision) -> None:
         """Makes all updates pending, even if an exception interrupts it: it is repeated before homes are used."""

@@ -65,7 +65,7 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
         kept=kept,
         selected_bytes_per_row={j: sum(each.values()) for j, each in steps.selected_per_row.items()},
         cast_bytes={j: sum(each.values()) for j, each in steps.cast_bytes.items()},
-        resting_bytes={s.index: 0 if always else there[s.index] for s in shards if s.in_place or homes.may_rest(s)},
+        resting_bytes={s.index: 0 if always else there[s.index] for s in shards if s.in_place or _may_rest(homes, s)},
         home_bytes=sum(there) if always else 0,
         transfer_bytes=(tier.staging_bytes if on_host else 0) + (0 if exchange is None else exchange.staging),
         buffer_bytes=streamer.gradient_offload.optimizers.buffer_bytes() if on_host else 0,
@@ -80,6 +80,30 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
         updated_at_step=in_host if tier.blocking_io else frozenset(everything),
         updates_fill_slots=on_host and tier.blocking_io and all(shard.slot_keeps_weights for shard in shards),
     )
+
+
+def _may_rest(homes: ModelHomes, shard: Shard) -> bool:
+    """Whether a shard can rest in the memory that layers compute in.
+
+    On a device with memory of its own if all that it trains is updated by an ``OffloadOptimizer``: states of others
+    would not follow it. Not if these states are encoded, which the host does, or have another type than their
+    parameter, which ``load_state_dict`` of torch would give them where they move to another device.
+    """
+    if not has_own_memory(homes.device) or not shard.may_bind_in_place:
+        return shard.may_bind_in_place
+    if homes.public.sharded or shard.formed or shard.quantised:
+        return False
+    trained = {s.parameter for s in shard.own if s.parameter.requires_grad}
+    optimizers = homes.streamer.gradient_offload.optimizers
+    if trained and (homes.policy.update_on == "host" or any(o.factory.form is not None for o in optimizers)):
+        return False
+    blocks = [block for o in optimizers for block in o.param_blocks.get(shard, ())]
+    for block in blocks:
+        for proxy, state in zip(block.proxies, block.states(), strict=True):
+            values = (x for key, x in state.items() if key != "step" and isinstance(x, Tensor))
+            if any(x.is_floating_point() and x.dtype != proxy.dtype for x in values):
+                return False
+    return trained <= {p for block in blocks for p in block.parameters}
 
 
 def _costs(homes: ModelHomes, rows: float) -> Costs:
