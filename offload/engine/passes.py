@@ -44,8 +44,8 @@ class Slots:
             if other not in wanted and not shards[other].in_place:
                 wanted.append(other)
         for other in wanted:
-            if not shards[other].loaded:
-                loaded = streamer.loaded
+            loaded = streamer.loaded
+            if other not in loaded:
                 if len(loaded) >= streamer.slots:
                     gone = next(k for k in loaded if k not in wanted)
                     streamer.evict(gone)

@@ -60,8 +60,6 @@ class Shard:
     gradient_types: GradientTypes = field(default_factory=GradientTypes)
     #: The update to run before the stored bytes may be read or written; None again when it is done.
     pending: PendingUpdate | None = None
-    #: Whether a slot holds the shard; the copy is done or queued.
-    loaded: bool = False
     slot_bytes: int = 0
     #: ``_version`` of each parameter when the resident copy was loaded.
     loaded_versions: tuple[int, ...] = ()
@@ -69,6 +67,7 @@ class Shard:
     written: bool = False
     #: The memory of own parameters at home, each on a storage of its own, by their offset.
     own_memory: dict[int, Tensor] = field(default_factory=dict)
+    #: The slot that holds the shard; the copy is done or queued.
     _slot: Tensor | None = None
 
     @property
@@ -104,7 +103,7 @@ class Shard:
     @property
     def at_home(self) -> list[Slice]:
         """Slices in storage of the parameters of :attr:`slices`, in this shard or the owner's."""
-        return [*self.own, *(there for _, there in self.loans)]
+        return [there for _, there in self.places]
 
     @functools.cached_property
     def bytes_at_home(self) -> int:
@@ -183,8 +182,8 @@ class Shard:
 
     def load(self, slot: Tensor) -> None:
         """Takes a slot. The caller fills ``slot`` by :meth:`fill`, on a lane."""
-        assert not self.loaded, f"shard {self.index} is {'loaded' if self.loaded else 'at home'}"
-        self._slot, self.loaded, self.written = slot, True, False
+        assert self._slot is None, f"shard {self.index} is in a slot"
+        self._slot, self.written = slot, False
         self.loaded_versions = self.versions()
 
     def fill(self, slot: Tensor, update: PendingUpdate | None = None) -> None:
@@ -207,12 +206,12 @@ class Shard:
 
     def drop(self) -> None:
         """Leaves its slot, if it has one, which is never copied back; once no copy into it is running."""
-        self._slot, self.loaded = None, False
+        self._slot = None
 
     @property
     def slot(self) -> Tensor:
         """The slot that holds the shard."""
-        assert self._slot is not None, f"shard {self.index} is {'loaded' if self.loaded else 'at home'}"
+        assert self._slot is not None, f"shard {self.index} is in no slot"
         return self._slot
 
     def point_home(self, s: Slice) -> None:

@@ -225,10 +225,10 @@ class Streamer:
 
     def resident(self) -> frozenset[int]:
         """The shards in slots, with current values. Evicts those whose stored weights were written since the load."""
-        for shard in self.shards:
-            if shard.loaded and shard.loaded_versions != shard.versions():
-                self.evict(shard.index)
-        return frozenset(shard.index for shard in self.shards if shard.loaded)
+        for j in list(self.loaded):
+            if self.shards[j].loaded_versions != self.shards[j].versions():
+                self.evict(j)
+        return frozenset(self.loaded)
 
     def in_place(self) -> frozenset[int]:
         """The shards that layers use where they rest."""
@@ -259,7 +259,7 @@ class Streamer:
         """Starts the update of shard ``j`` with the gradients just drained, in its slot where that is safe."""
         shard = self.shards[j]
         in_slot = (
-            shard.loaded
+            j in self.loaded
             and not shard.written
             and shard.slot_keeps_weights
             and not self.slot_pool.shared
@@ -325,7 +325,7 @@ class Streamer:
         if errors:
             raise errors[0]
 
-    def evict(self, j: int, *, warn: bool = True) -> None:
+    def evict(self, j: int) -> None:
         """Evicts shard ``j``. Its slot is free at once, since copies into it are queued after its readers."""
         shard = self.shards[j]
         # Without this, an unused load may write to the slot after the next one.
@@ -336,7 +336,7 @@ class Streamer:
         referenced = not updated and self.slot_pool.is_referenced(slot)  # an update has views of its own
         # Remaining views keep the slot. Without this, they would show the next shard.
         self.slot_pool.release(self.slot_pool.replace(slot) if referenced else slot, last=updated)
-        if referenced and warn:
+        if referenced:
             _warn_of_view(j, slot)
 
     def use_slots(self, slot_pool: SlotPool) -> None:
@@ -368,10 +368,10 @@ class Streamer:
 
     def evict_one(self) -> bool:
         """Evicts the first loaded shard, which backward uses last. False if there is none."""
-        j = next((shard.index for shard in self.shards if shard.loaded), None)
-        if j is not None:
-            self.evict(j)
-        return j is not None
+        if not self.loaded:
+            return False
+        self.evict(min(self.loaded))
+        return True
 
     def await_load(self, j: int) -> None:
         """Makes compute wait for the load of shard ``j``."""
@@ -395,12 +395,11 @@ class Streamer:
                 # Load lane -> host. Without this, a queued load would read what the user writes next.
                 arrival.synchronize()
 
-    def release(self, *, warn: bool = True) -> None:
+    def release(self) -> None:
         """Evicts every resident shard."""
         self.must_cancel = True
-        for shard in self.shards:
-            if shard.loaded:
-                self.evict(shard.index, warn=warn)
+        for j in list(self.loaded):
+            self.evict(j)
         self.must_cancel = False
 
     def cancel(self) -> None:

@@ -24,13 +24,10 @@ def batch(rows: int = 6) -> torch.Tensor:
 
 def at_home(model: OffloadModel) -> bool:
     """Whether every parameter and gradient lies in its home, and no slot is taken."""
-    for shard in model._homes.shards:
-        if shard.loaded:
-            return False
-        for s in shard.own:
-            if s.parameter.data_ptr() != shard.home_view(s).data_ptr():
-                return False
-    return True
+    in_storage = (
+        s.parameter.data_ptr() == shard.home_view(s).data_ptr() for shard in model._homes.shards for s in shard.own
+    )
+    return not model._homes.streamer.loaded and all(in_storage)
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------
