@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,10 +36,10 @@ class ControlGroup:
     active_file: int
 
 
-#: Of both versions of control groups, by their file systems: the files of limit and usage, and a prefix of statistics.
-_FILES = {
-    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    "cgroup2": ("memory.max", "memory.current", ""),
+#: Of both versions of control groups: where systems mount them, the files of limit and usage, a prefix of statistics.
+_VERSIONS = {
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", ""),
 }
 
 
@@ -80,45 +79,31 @@ def capacity(device: torch.device) -> int:
 def control_groups() -> list[ControlGroup]:
     """The control groups of this process and their ancestors, of both versions, that limit its memory."""
     found = []
-    for kind, mount, inner in _groups_of_this_process():
-        group, (*names, prefix) = mount / inner, _FILES[kind]
+    for version, parts in _groups_of_this_process():
+        mounted, limit, usage, prefix = _VERSIONS[version]
+        mount = ROOT / mounted
+        # In a container only the container's group may be mounted.
+        suffixes = (mount.joinpath(*parts[k:]) for k in range(len(parts)))
+        group = next((suffix for suffix in suffixes if suffix.is_dir()), mount)
         for folder in [group, *group.parents]:
             if not folder.is_relative_to(mount):
                 break
             with contextlib.suppress(OSError, ValueError):  # no limit is "max", or no such file
-                limit, usage = (int(_text(folder / name)) for name in names)
                 counts = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
                 lists = [int(counts.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active")]
-                found.append(ControlGroup(limit, usage, *lists))
+                found.append(ControlGroup(_number(folder / limit), _number(folder / usage), *lists))
     return found
 
 
-def _groups_of_this_process() -> Iterator[tuple[str, Path, Path]]:
-    """The file system, the folder in which control groups are mounted, and the group's path in it."""
+def _groups_of_this_process() -> Iterator[tuple[int, Sequence[str]]]:
+    """The version, and the path of the group, for each hierarchy that may control memory."""
     with contextlib.suppress(OSError, ValueError):
-        mounts = list(_mounts())
         for line in _lines(ROOT / "proc/self/cgroup"):
-            _, controllers, inner = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            kind = "cgroup" if controllers else "cgroup2"
-            if ".." in Path(inner).parts:
-                continue  # outside of the namespace of control groups, so no mount shows its ancestors
-            for of, shown, folder in mounts:
-                if of == kind:
-                    # In a container only the container's group is mounted.
-                    own = Path(inner).relative_to(shown) if Path(inner).is_relative_to(shown) else Path()
-                    yield kind, folder, own
-
-
-def _mounts() -> Iterator[tuple[str, Path, Path]]:
-    """The file system, the group that is mounted, and where, for each mount that has the controller of memory."""
-    for line in _lines(ROOT / "proc/self/mountinfo"):
-        before, _, after = line.partition(" - ")
-        kind, _, options = [*after.split(" ", 2), "", ""][:3]
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            shown, folder = (Path(_unescaped(path)) for path in before.split(" ")[3:5])
-            yield kind, shown, ROOT / folder.relative_to("/")
+            _, controllers, path = line.split(":", 2)
+            _, *parts = Path(path).parts
+            # Outside of the namespace of control groups, no mount shows its ancestors.
+            if ".." not in parts and (not controllers or "memory" in controllers.split(",")):
+                yield (1 if controllers else 2), parts
 
 
 def file_system(path: Path) -> str:
@@ -129,16 +114,10 @@ def file_system(path: Path) -> str:
     return max(reversed(mounts), key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
 
 
-def _unescaped(path: str) -> str:
-    """A path of ``mountinfo``, where white space is written in octal."""
-    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
-
-
-def _text(path: Path) -> str:
-    """The text of a file of the system, where names of files may be any bytes."""
-    return os.fsdecode(path.read_bytes())
+def _number(path: Path) -> int:
+    return int(path.read_text())
 
 
 def _lines(path: Path) -> list[str]:
-    """Its lines, which only a line feed ends: other white space may be in a name."""
-    return [line for line in _text(path).split("\n") if line]
+    """The lines of a file of the system, where names may be any bytes: only a line feed ends them."""
+    return [line for line in os.fsdecode(path.read_bytes()).split("\n") if line]
