@@ -22,8 +22,8 @@ from offload.engine.mesh_engine import MeshEngine
 from offload.engine.outside import bytes_staying
 from offload.files.pretrained import Pretrained
 from offload.forms.quantised import check_storable, is_taken_apart, separate, stored_tensors
-from offload.limits import MemoryLimits
-from offload.memory import MemoryArguments, Needs, layout_of, limits_for, memory_of
+from offload.limits import MemoryLimits, numbers_of
+from offload.memory import Needs, layout_of, limits_for, memory_of, recomputes
 from offload.mesh.sharding import Sharding, check_mesh
 from offload.microbatches import MicroBatches
 from offload.persistence import PersistentHome
@@ -58,7 +58,7 @@ class Arguments:
     num_slices: int | None
     checkpoint_activation: bool | None
     num_microbatches: int | None
-    memory: MemoryPolicy | MemoryArguments | int | str | Mapping[str, int | str] | None
+    memory: MemoryPolicy | int | str | Mapping[str, int | str] | None
     param_dtype: torch.dtype | None
     store_dtype: torch.dtype | str | None
     pretrained: Pretrained | str | os.PathLike[str] | None
@@ -126,9 +126,9 @@ def construct(
     finest = num_slices is None and form is None and given.gradient_dtype is None
     check_choices(num_slices, given.num_microbatches, given.param_dtype)
     check_gradient_dtype(given.gradient_dtype, accumulates=given.accumulate_in_gradient_dtype)
-    resources = memory_of(given.memory, plans=plans, mesh=mesh, device=device)
-    recompute = resources.recomputes(given.checkpoint_activation)
-    if given.num_microbatches is None and not (in_order and resources.bounds and recompute):
+    memory = memory_of(given.memory, plans=plans, mesh=mesh, device=device)
+    recompute = recomputes(memory, given.checkpoint_activation)
+    if given.num_microbatches is None and not (in_order and memory is not None and recompute):
         raise ValueError(
             "num_microbatches=None needs layers that are called one after the other, and a memory whose plan chooses "
             "them; pass the number of micro-batches"
@@ -141,7 +141,7 @@ def construct(
         around = [] if in_order else modules_outside(model, blocks).values()
         return Needs(
             [*blocks.values()],
-            resources.policy.slots,
+            None if memory is None else memory.slots,
             device=device,
             on_disk=home_of(offload_device) is not None,
             param_dtype=given.param_dtype,
@@ -152,7 +152,7 @@ def construct(
             form=form,
         )
 
-    limit = resources.limit_on(device)
+    limit = None if memory is None else numbers_of(memory, device)[0]
     # A kept home is laid out by the blocks, and opened with any memory.
     if finest and not in_order and limit and not (isinstance(offload_device, DiskHome) and offload_device.keep):
         named = _with_more(model, named, limit, needs_of, given.resident)
@@ -160,7 +160,7 @@ def construct(
     if one_each if in_order else num_slices is None:
         num_slices = len(named)
     needs = needs_of(named)
-    cuts, policy = layout_of(resources, needs, num_slices, given._cuts)
+    cuts, policy = layout_of(memory, needs, num_slices, given._cuts)
     stored: Mapping[torch.Tensor, Any] = {}
     if given.pretrained is not None:
         files = given.pretrained if isinstance(given.pretrained, Pretrained) else Pretrained(given.pretrained)
@@ -171,7 +171,7 @@ def construct(
         offload_device=offload_device.for_a_copy() if isinstance(offload_device, DiskHome) else offload_device,
         num_slices=num_slices,
         checkpoint_activation=recompute,
-        memory=resources,
+        memory=memory,
         pretrained=None,
         blocks=None if in_order else BlockNames(tuple(named)),
         mesh=mesh,
@@ -184,7 +184,7 @@ def construct(
     tier = sharding.open_tier(offload_device, device) if sharding else open_tier(offload_device, device, keeps=True)
     # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
     undo.callback(tier.close)
-    memory_limits = limits_for(resources, cuts, needs, meter)
+    memory_limits = None if memory is None else limits_for(memory, cuts, needs, meter)
     if memory_limits is not None:
         undo.callback(memory_limits.release)
     home = PersistentHome(tier, named, stored, around, sharding)
@@ -225,8 +225,8 @@ def construct(
         calls.engine = (MeshEngine if homes.public.sharded else Engine)(homes, calls.forwards)
     homes.run_by(calls.engine)
     homes.public.recount()
-    if memory_limits is not None and recompute:
-        plan_memory(homes, memory_limits, resources.policy)
+    if memory is not None and memory_limits is not None and recompute:
+        plan_memory(homes, memory_limits, memory)
     home.begin()
     calls.micro_batches = MicroBatches(given.num_microbatches, homes)
     return Offloaded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from offload.telemetry.statistics import Meter
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MemoryArguments", "Needs", "layout_of", "limits_for", "memory_of"]
+__all__ = ["Needs", "layout_of", "limits_for", "memory_of", "recomputes"]
 
 #: Device bytes for boundaries where the user sets none.
 DEFAULT_BOUNDARY_BYTES = 64 << 20
@@ -34,56 +34,41 @@ DEFAULT_BOUNDARY_BYTES = 64 << 20
 DEFAULT_SHARDS = 3
 
 
-@dataclass(frozen=True)
-class MemoryArguments:
-    """What an OffloadModel was told of memory; a copy of the model is told the same."""
-
-    policy: MemoryPolicy
-    #: Whether the policy was given, and bounds all memory.
-    bounds: bool
-
-    def limit_on(self, device: torch.device) -> int | None:
-        """The number of bytes that was given for the compute device, if one was."""
-        return numbers_of(self.policy, device)[0] if self.bounds else None
-
-    def recomputes(self, checkpoint_activation: bool | None) -> bool:
-        """Whether cells are recomputed. Raises ValueError for a policy that needs it."""
-        recompute = self.bounds if checkpoint_activation is None else bool(checkpoint_activation)
-        if recompute:
-            return True
-        if self.policy.graph_bytes:
-            raise ValueError(
-                f"graph_bytes needs checkpoint_activation=True, got graph_bytes={self.policy.graph_bytes}: without it "
-                f"all graphs are kept anyway"
-            )
-        if self.bounds and self.policy.memory != "auto":
-            raise ValueError(
-                f"memory={self.policy.memory!r} also bounds activations, but checkpoint_activation=False keeps all of "
-                f"them; leave it out, or pass memory='auto'"
-            )
-        return False
-
-
 def memory_of(
     memory: Any, *, plans: bool, mesh: DeviceMesh | None = None, device: torch.device = HOST
-) -> MemoryArguments:
-    """What the argument ``memory`` stands for.
+) -> MemoryPolicy | None:
+    """What the argument ``memory`` stands for; None: nothing bounds the memory.
 
     ``plans``: whether :data:`DEFAULT_MEMORY` stands for None: shards and recomputation are not given either. ``mesh``:
     its ranks, which compute on ``device``, take the least number that one of them was given for each place.
     Raises TypeError or ValueError for what is no memory.
     """
-    if isinstance(memory, MemoryArguments):  # of the model that is copied
-        return memory
-    policy_given = policy_of(DEFAULT_MEMORY if memory is None and plans else memory)
+    policy = policy_of(DEFAULT_MEMORY if memory is None and plans else memory)
     if mesh is not None:  # also if this rank has no limit: the others would wait for it
-        numbers = (None, None) if policy_given is None else numbers_of(policy_given, device)
-        least = least_of_ranks(mesh, numbers)
+        least = least_of_ranks(mesh, (None, None) if policy is None else numbers_of(policy, device))
         given_at = {place: n for place, n in zip(PLACES, least, strict=True) if n is not None}
-        if policy_given is not None and given_at:
+        if policy is not None and given_at:
             on_host = not has_own_memory(device)  # one number then
-            policy_given = replace(policy_given, memory=given_at["host"] if on_host else given_at)
-    return MemoryArguments(policy_given or MemoryPolicy(), bounds=policy_given is not None)
+            policy = replace(policy, memory=given_at["host"] if on_host else given_at)
+    return policy
+
+
+def recomputes(policy: MemoryPolicy | None, checkpoint_activation: bool | None) -> bool:
+    """Whether cells are recomputed. Raises ValueError for a policy that needs it."""
+    recompute = policy is not None if checkpoint_activation is None else bool(checkpoint_activation)
+    if recompute or policy is None:
+        return recompute
+    if policy.graph_bytes:
+        raise ValueError(
+            f"graph_bytes needs checkpoint_activation=True, got graph_bytes={policy.graph_bytes}: without it all "
+            f"graphs are kept anyway"
+        )
+    if policy.memory != "auto":
+        raise ValueError(
+            f"memory={policy.memory!r} also bounds activations, but checkpoint_activation=False keeps all of them; "
+            f"leave it out, or pass memory='auto'"
+        )
+    return False
 
 
 class Needs:
@@ -154,16 +139,16 @@ class Needs:
 
 
 def layout_of(
-    memory: MemoryArguments, needs: Needs, num_slices: int | None, cuts: Sequence[int] | None
+    given: MemoryPolicy | None, needs: Needs, num_slices: int | None, cuts: Sequence[int] | None
 ) -> tuple[Sequence[int], MemoryPolicy]:
     """Layers of each shard; and the policy with slots and bytes for boundaries, and zeros where it leaves bytes open.
 
-    ``num_slices``: of the model; ``cuts``: those of the model that is copied.
+    ``given``: None without bounds; ``num_slices``: of the model; ``cuts``: those of the model that is copied.
     Raises ValueError if a number is less than the least that these shards and slots need.
     """
-    policy, slots, device, outside = memory.policy, needs.slots, needs.device, needs.outside
-    on_device, on_host = numbers_of(policy, device) if memory.bounds else (None, None)
-    if cuts is None and num_slices is None and memory.bounds:
+    policy, slots, device, outside = given or MemoryPolicy(), needs.slots, needs.device, needs.outside
+    on_device, on_host = numbers_of(policy, device)
+    if cuts is None and num_slices is None and given is not None:
         cuts = cut_within(needs.in_slot, on_device)
         if on_device is not None and needs(cuts) > on_device:
             cuts = needs.finest()
@@ -188,17 +173,15 @@ def layout_of(
     )
 
 
-def limits_for(memory: MemoryArguments, cuts: Sequence[int], needs: Needs, meter: Meter) -> MemoryLimits | None:
-    """What the model may hold on the compute device and in host memory; None without bounds.
+def limits_for(policy: MemoryPolicy, cuts: Sequence[int], needs: Needs, meter: Meter) -> MemoryLimits:
+    """What the model may hold on the compute device and in host memory.
 
     ``meter``: counts what the model holds on the compute device.
     """
-    if not memory.bounds:
-        return None
     stored, least = needs.stored, needs(cuts)
     homes = stored if needs.on_host else 0
     return limits_of(
-        memory.policy,
+        policy,
         needs.device,
         least=(least, least if needs.on_host else stored),
         held=(

@@ -186,10 +186,10 @@ def test_an_accelerator_and_the_host_have_limits_of_their_own(
     layers, layer = [nn.Linear(512, 512) for _ in range(4)], 4 * 512 * 513
 
     def limits_of(memory: Any, *, on_disk: bool = False) -> tuple[int, int]:
-        arguments = memory_of(memory, plans=False)
+        policy = memory_of(memory, plans=False)
+        assert policy is not None
         needs = Needs(layers, None, device=GPU, on_disk=on_disk, param_dtype=None)
-        made = limits_for(arguments, layout_of(arguments, needs, None, None)[0], needs, Meter(CPU))
-        assert made is not None
+        made = limits_for(policy, layout_of(policy, needs, None, None)[0], needs, Meter(CPU))
         return made.device.nbytes, made.host.nbytes
 
     # One number is for the compute device. Homes in host memory are the model's own.
