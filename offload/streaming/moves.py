@@ -27,7 +27,6 @@ from offload.storage import Block, DeviceTier, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard
-from offload.streaming.slices import Slice
 from offload.streaming.stored_gradients import GradientRegion
 from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
@@ -141,20 +140,11 @@ def _moved(block: Block, file: Block | None, tier: Tier, label: str, *, at_home:
 
 def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], list[NewMemory]]:
     """Regions and new memory of stored gradients. Those that other code views stay where they are."""
-    from_device, regions = isinstance(shard.tier, DeviceTier), shard.gradient_regions
-    grads = {s: s.parameter.grad for s in shard.own if s.parameter.grad is not None}
-    if isinstance(tier, DeviceTier):
-        if any(region.in_use(len(region.stored())) for region in regions):
-            raise HomeInUseError([shard.index])
-        return [], [(g, g.detach().to(tier.device, copy=True)) for g in grads.values()]
-    if not (tier.blocking_io or from_device):
-        stay = [region for region in regions if region.in_use(len(region.stored()))]
-        left = [region for region in regions if region not in stay]
-        return stay, [(g, _copy_of(r, s, g)) for r in left for s, g in grads.items() if r.holds(g)]
     uses: dict[int, int] = {}
-    for region in regions:
+    for region in shard.gradient_regions:
         stored = region.stored()
         uses.update((id(s.parameter), 1 + len(stored)) for s in stored)
+    grads = {s: s.parameter.grad for s in shard.own if s.parameter.grad is not None}
     movable = {
         s: g
         for s, g in grads.items()
@@ -162,18 +152,13 @@ def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], li
         and (g.stride(), g.dtype, g.device) == (s.stride, shard.gradient_types.of(s), s.parameter.device)
         and storage_uses(g) <= uses.get(id(s.parameter), 1)
     }
-    if from_device and len(movable) < len(grads):
+    if len(movable) < len(grads) and any(isinstance(each, DeviceTier) for each in (tier, shard.tier)):
         raise HomeInUseError([shard.index])
     if not movable:
         return [], []
-    placed = [s for s in shard.own if s in movable or s.parameter.requires_grad]
+    # In memory, later gradients take the places in which they are computed.
+    placed = [s for s in shard.own if s in movable or (s.parameter.requires_grad and tier.blocking_io)]
     new = GradientRegion.allocate(tier, f"shard{shard.index}-gradients", placed, shard.gradient_types)
     for s, g in movable.items():
         new.block.write(bytes_of(g), new.offsets[id(s.parameter)])
-    return [new], [(g, new.view(s)) for s, g in movable.items()]
-
-
-def _copy_of(region: GradientRegion, s: Slice, gradient: Tensor) -> Tensor:
-    copy = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype)
-    region.block.read_into(bytes_of(copy), region.offsets[id(s.parameter)])
-    return copy
+    return [new] if tier.blocking_io else [], [(g, new.view(s)) for s, g in movable.items()]
