@@ -16,9 +16,8 @@ Assumes
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,8 +56,8 @@ class SlotPool:
         self.streamers = list(streamers)
         #: Whether models share the pool.
         self.shared = bool(self.streamers)
-        self._recent = list(streamers)  # least recently used first
-        self._computing: Streamer | None = None
+        #: The one that computes now, or did so last, is the last.
+        self._recent = list(streamers)
         #: All slots, once they are allocated, and those that hold no shard.
         self._all: list[Tensor] = []
         self._free: list[Tensor] = []
@@ -68,26 +67,11 @@ class SlotPool:
         #: References to each slot that the engine made, by its identity.
         self._views: dict[int, int] = {}
 
-    @contextlib.contextmanager
-    def turn(self, streamer: Streamer) -> Iterator[None]:
-        """``streamer`` computes inside the context. Raises RuntimeError if another one computes."""
-        if not self.shared:
-            yield
-            return
-        # An interrupt at the end of a turn leaves a user here that does not compute.
-        before = self._computing
-        if before not in (None, streamer) and before.in_pass():
-            raise RuntimeError("two models that take turns on one device compute at once; do not share their slots")
-        try:
-            self.computes(streamer)
-            yield
-        finally:
-            self._computing = before
-
     def computes(self, streamer: Streamer) -> None:
-        """Called when ``streamer`` computes next, where models share the pool."""
-        self._computing = streamer
-        if self._recent[-1] is not streamer:
+        """Called when ``streamer`` computes next, where models share the pool; RuntimeError if another one computes."""
+        if (before := self._recent[-1]) is not streamer:
+            if before.in_pass():
+                raise RuntimeError("two models that take turns on one device compute at once; do not share their slots")
             self._recent = [*(other for other in self._recent if other is not streamer), streamer]
 
     def acquire_slot(self, meter: Meter, nbytes: int) -> Tensor:
@@ -108,15 +92,18 @@ class SlotPool:
             self._free = list(self._all)
             meter.hold(self.slots * self.slot_bytes)
             self._meter = meter
-        while not self._free and any(other.evict_one() for other in self._recent if other is not self._computing):
-            pass
+        self._evict_others()
         return self._free.pop()
 
     def acquire_unneeded(self, streamer: Streamer) -> Tensor | None:
         """Acquires a slot that the current turn does not need, for a prefetch; None if there is none."""
-        while not self._free and any(other.evict_one() for other in self._recent[:-1] if other is not streamer):
-            pass
+        self._evict_others(streamer)
         return self._free.pop() if self._free else None
+
+    def _evict_others(self, prefetching: Streamer | None = None) -> None:
+        """Frees a slot, if none is free and a model has one that neither computes nor prefetches."""
+        while not self._free and any(other.evict_one() for other in self._recent[:-1] if other is not prefetching):
+            pass
 
     def count_views(self, slot: Tensor, count: int) -> None:
         """Records ``count`` references to a slot that the engine itself created."""
@@ -386,11 +373,9 @@ class Streamer:
                 # Update lane -> compute. Without this, layers read weights from before the optimizer's step.
                 pending.start().wait()
 
-    def wait_for_home_reads(self, end: int | None = None) -> None:
-        """Blocks the host until no load reads stored weights (of the shards before ``end``): they may be written."""
+    def wait_for_home_reads(self) -> None:
+        """Blocks the host until no load reads stored weights: they may be written."""
         for j, arrival in self.loaded.items():
-            if end is not None and j >= end:
-                continue
             with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
                 # Load lane -> host. Without this, a queued load would read what the user writes next.
                 arrival.synchronize()
