@@ -110,11 +110,6 @@ class StoredValues:
         """A copy of the values."""
         return self.in_full().to(self.dtype)
 
-    def store(self, values: Tensor) -> None:
-        """Stores values of any type, rounded to the nearest where the form is not exact."""
-        dense = torch.empty_strided(self.shape, self.stride(), dtype=self._slice.full_dtype).copy_(values)
-        self._form.encode(in_order(dense), *self._at_home())
-
     def read_from(self, read_into: Callable[[Tensor], None]) -> None:
         """Stores what a function writes into a tensor. If it raises, nothing is stored."""
         values = torch.empty(self.shape, dtype=self.dtype)
@@ -122,8 +117,9 @@ class StoredValues:
         self.write(values)
 
     def write(self, values: Tensor) -> None:
-        """As :meth:`store`, for parameters that others have read."""
-        self.store(values)
+        """Stores values of any type, rounded to the nearest where the form is not exact."""
+        dense = torch.empty_strided(self.shape, self.stride(), dtype=self._slice.full_dtype).copy_(values)
+        self._form.encode(in_order(dense), *self._at_home())
         torch.autograd.graph.increment_version(self._slice.parameter)
         seal(self._shard)
 
