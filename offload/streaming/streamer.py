@@ -49,10 +49,12 @@ class SlotPool:
     ``streamers``: of models that share them, in the order of their forward turns; empty for one model alone.
     """
 
-    def __init__(self, device: torch.device, slots: int, slot_bytes: int, streamers: Sequence[Streamer] = ()) -> None:
+    def __init__(
+        self, device: torch.device, slots: int, slot_bytes: int, meter: Meter, streamers: Sequence[Streamer] = ()
+    ) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self._device = device
+        self._device, self._meter = device, meter
         self.streamers = list(streamers)
         #: Whether models share the pool.
         self.shared = bool(self.streamers)
@@ -61,9 +63,8 @@ class SlotPool:
         #: All slots, once they are allocated, and those that hold no shard.
         self._all: list[Tensor] = []
         self._free: list[Tensor] = []
-        #: Buffers of single shards by their identity, with the meter that counts each.
-        self._own: dict[int, tuple[Tensor, Meter]] = {}
-        self._meter: Meter | None = None
+        #: Buffers of single shards by their identity.
+        self._own: dict[int, Tensor] = {}
         #: References to each slot that the engine made, by its identity.
         self._views: dict[int, int] = {}
 
@@ -74,24 +75,20 @@ class SlotPool:
                 raise RuntimeError("two models that take turns on one device compute at once; do not share their slots")
             self._recent = [*(other for other in self._recent if other is not streamer), streamer]
 
-    def acquire_slot(self, meter: Meter, nbytes: int) -> Tensor:
+    def acquire_slot(self, nbytes: int) -> Tensor:
         """Acquires a slot for a shard of the computing model; for one that is larger than a slot, a buffer of its own.
 
         The buffer is freed when it is released.
         """
         if nbytes > self.slot_bytes:
-            with outside_inference_mode():
-                own = device_buffer(nbytes, self._device)
-            meter.hold(nbytes)
-            self._own[id(own)] = own, meter
+            own = self._allocate(nbytes)
+            self._meter.hold(nbytes)
+            self._own[id(own)] = own
             return own
-        if self._meter is None:
-            # Without this, slots allocated inside inference mode could never be filled outside it.
-            with outside_inference_mode():
-                self._all = [device_buffer(self.slot_bytes, self._device) for _ in range(self.slots)]
+        if not self._all:
+            self._all = [self._allocate(self.slot_bytes) for _ in range(self.slots)]
             self._free = list(self._all)
-            meter.hold(self.slots * self.slot_bytes)
-            self._meter = meter
+            self._meter.hold(self.slots * self.slot_bytes)
         self._evict_others()
         return self._free.pop()
 
@@ -99,6 +96,11 @@ class SlotPool:
         """Acquires a slot that the current turn does not need, for a prefetch; None if there is none."""
         self._evict_others(streamer)
         return self._free.pop() if self._free else None
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        # Without this, slots allocated inside inference mode could never be filled outside it.
+        with outside_inference_mode():
+            return device_buffer(nbytes, self._device)
 
     def _evict_others(self, prefetching: Streamer | None = None) -> None:
         """Frees a slot, if none is free and a model has one that neither computes nor prefetches."""
@@ -117,8 +119,7 @@ class SlotPool:
         """Allocates a new slot in place of one that is still referenced. A shard's own buffer is not used again."""
         if id(slot) in self._own:
             return slot
-        with outside_inference_mode():
-            new = device_buffer(slot.numel(), self._device)
+        new = self._allocate(slot.numel())
         self._all = [new if old is slot else old for old in self._all]
         self._views.pop(id(slot), None)
         return new
@@ -127,14 +128,10 @@ class SlotPool:
         """Returns a slot; ``last``: others are acquired before it, since an update still writes to it."""
         if id(slot) in self._own:
             self._views.pop(id(slot), None)
-            self._own.pop(id(slot))[1].release(slot.numel())
+            del self._own[id(slot)]
+            self._meter.release(slot.numel())
             return
         self._free.insert(0 if last else len(self._free), slot)
-
-    def _free_own(self) -> None:
-        """Frees buffers that belong to one shard, which is larger than a slot."""
-        for slot, _ in list(self._own.values()):
-            self.release(slot)
 
     def resize(self, slots: int, slot_bytes: int) -> None:
         """Changes number and size of the slots, while all are free; they are allocated at their next use."""
@@ -143,20 +140,12 @@ class SlotPool:
             self.slots, self.slot_bytes = slots, slot_bytes
 
     def free_memory(self) -> None:
-        """Frees all memory, when the only model of the pool moves to another one, or needs other slots."""
-        self._free_own()
-        if self._meter is not None:
-            self._meter.release(self.slots * self.slot_bytes)
-        self._meter, self._all, self._free = None, [], []
+        """Frees all memory: no shard is in a slot, and other slots are needed, or an exception's frames hold views."""
+        for slot in list(self._own.values()):
+            self.release(slot)
+        self._meter.release(sum(slot.numel() for slot in self._all))
+        self._all, self._free = [], []
         self._views.clear()
-
-    def reset(self) -> None:
-        """Marks all slots as free, after a failure, once no user has one."""
-        self._free_own()
-        for slot in self._all:
-            if self.is_referenced(slot):  # an exception's frames may hold views
-                self.replace(slot)
-        self._free = list(self._all)
 
     def prefetch_previous(self, streamer: Streamer) -> None:
         """Lets the model whose backward turn is next prefetch."""
@@ -187,11 +176,11 @@ class Streamer:
         self.device = device
         self._tier = tier
         self._lanes = lanes
-        self._meter = meter
+        self.meter = meter
         #: Of each slot, for passes with all slots.
         self.slot_bytes = self._size_of_slots(self.slots)
         #: The slots, of this model alone or shared with models that compute in turns.
-        self.slot_pool = SlotPool(device, self.slots, self.slot_bytes)
+        self.slot_pool = SlotPool(device, self.slots, self.slot_bytes, meter)
         #: The shards that are in slots, or on the way there, the earliest first, with the copies that fill these.
         self.loaded: dict[int, Arrival] = {}
         #: True while slots are filled or evicted outside a pass. If an exception leaves it True, call :meth:`cancel`.
@@ -261,7 +250,7 @@ class Streamer:
 
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        self._fill(j, self.slot_pool.acquire_slot(self._meter, self.shards[j].slot_bytes))
+        self._fill(j, self.slot_pool.acquire_slot(self.shards[j].slot_bytes))
 
     def _fill(self, j: int, slot: Tensor) -> None:
         shard = self.shards[j]
@@ -269,14 +258,14 @@ class Streamer:
         free = None if self.gradient_offload.is_updated(slot) else slot
         arrivals = [] if pending is None else [pending.start(free)]
         shard.load(slot)
-        self._meter.shard_loads += 1
+        self.meter.shard_loads += 1
         nbytes = shard.bytes_at_home
-        self._meter.bytes_loaded += nbytes
+        self.meter.bytes_loaded += nbytes
         kind = LOAD_FROM_MEMORY if shard.file is not None else None
 
         def fill() -> None:
             filled = pending is not None and pending.filled(slot)  # the update counted these bytes
-            with self._meter.on_lane("load", f"L{j}", 0 if filled else nbytes, kind=kind):
+            with self.meter.on_lane("load", f"L{j}", 0 if filled else nbytes, kind=kind):
                 shard.fill(slot, pending)
 
         owners = dict.fromkeys(owner for owner, _ in shard.loans)
@@ -362,21 +351,21 @@ class Streamer:
 
     def await_load(self, j: int) -> None:
         """Makes compute wait for the load of shard ``j``."""
-        with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
+        with self.meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is not filled yet.
             self.loaded[j].wait()
 
     def await_update_in_place(self, j: int) -> None:
         """Makes compute wait for the pending update of a shard that layers use where it rests."""
         if (pending := self.shards[j].pending) is not None:
-            with self._meter.waiting(f"U{j}", f"updating shard {j} in memory"):
+            with self.meter.waiting(f"U{j}", f"updating shard {j} in memory"):
                 # Update lane -> compute. Without this, layers read weights from before the optimizer's step.
                 pending.start().wait()
 
     def wait_for_home_reads(self) -> None:
         """Blocks the host until no load reads stored weights: they may be written."""
         for j, arrival in self.loaded.items():
-            with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
+            with self.meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
                 # Load lane -> host. Without this, a queued load would read what the user writes next.
                 arrival.synchronize()
 
@@ -395,7 +384,7 @@ class Streamer:
         """
         for streamer in self.slot_pool.streamers or [self]:
             streamer.reset()
-        self.slot_pool.reset()
+        self.slot_pool.free_memory()
 
     def reset(self) -> None:
         """This model's part of :meth:`cancel`."""
@@ -425,7 +414,7 @@ def share_slots(stages: Sequence[Sequence[Streamer]]) -> None:
         keeps_all = held == sum(len(streamer.shards) for streamer in stage)
         slots = max(slots, held + (keeps_all and len(stages) > 1))
     slot_bytes = max(streamer.slot_bytes for streamer in streamers)
-    slot_pool = SlotPool(streamers[0].device, slots, slot_bytes, streamers)
+    slot_pool = SlotPool(streamers[0].device, slots, slot_bytes, streamers[0].meter, streamers)
     for streamer in streamers:
         streamer.use_slots(slot_pool)
 
