@@ -88,10 +88,6 @@ class StoredValues:
         """Number of elements."""
         return self.shape.numel()
 
-    def element_size(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
     def data_ptr(self) -> int:
         """Address of what is stored."""
         return self._slice.parameter.data_ptr()

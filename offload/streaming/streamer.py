@@ -151,7 +151,7 @@ class SlotPool:
         """Lets the model whose backward turn is next prefetch."""
         if self.streamers and self.streamers[0] is not streamer:
             following = self.streamers[self.streamers.index(streamer) - 1]
-            following.prefetch(following.backward_order)
+            following.prefetch(backward=True)
 
 
 class Streamer:
@@ -322,24 +322,19 @@ class Streamer:
             self.slot_pool.free_memory()
         self.slot_pool = slot_pool
 
-    @property
-    def backward_order(self) -> Sequence[int]:
-        """The shards, last first."""
-        return range(len(self.shards) - 1, -1, -1)
-
-    def prefetch(self, order: Sequence[int]) -> None:
-        """Starts to load shards in this order, while there are slots that the current turn does not need."""
+    def prefetch(self, *, backward: bool) -> None:
+        """Starts to load the first shards of a pass, while there are slots that the current turn does not need."""
         self.must_cancel = True
         there = set(self.resident())
-        for j in order:
-            if j in there or self.shards[j].in_place:
+        for shard in reversed(self.shards) if backward else self.shards:
+            if shard.index in there or shard.in_place:
                 continue
-            fits = len(there) < self.slots and self.shards[j].slot_bytes <= self.slot_pool.slot_bytes
+            fits = len(there) < self.slots and shard.slot_bytes <= self.slot_pool.slot_bytes
             slot = self.slot_pool.acquire_unneeded(self) if fits else None
             if slot is None:
                 break
-            self._fill(j, slot)
-            there.add(j)
+            self._fill(shard.index, slot)
+            there.add(shard.index)
         self.must_cancel = False
 
     def evict_one(self) -> bool:
