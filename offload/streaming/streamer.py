@@ -276,11 +276,6 @@ class Streamer:
         # while the shard that was in it before is updated there.
         self.loaded[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
 
-    def is_unfinished(self, pending: bool) -> bool:
-        """Whether updates are to be applied before parameters are read, some of which are ``pending``."""
-        self.clean_up()
-        return pending or self.finish_step is not None
-
     def apply_pending_updates(self) -> None:
         """Runs all pending updates and waits for them, before stored weights are read or written.
 
