@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from offload.forms.quantised import StoredTensor, stored_tensors
 from offload.forms.weight_forms import WeightForm
 from offload.planning.partition import aligned
+from offload.streaming.slices import layout
 from pipe.refusals import beyond_layers
 from pipe.torch_private.tracing import transform_under_way
 
@@ -106,18 +107,13 @@ def layer_bytes(
 
     ``trainable``: only parameters that take a gradient. ``form``: in which homes store them.
     """
-
-    def size(each: StoredTensor) -> int:
-        p = each.parameter
-        if form is not None and each.part_of is None and form.stores(p):
-            return (2 if form.exact else 1) * aligned(2 * p.numel())
-        casts = dtype is not None and each.part_of is None and p.is_floating_point()
-        return aligned(p.numel() * (dtype if dtype is not None and casts else p.dtype).itemsize)
-
-    return [
-        sum(size(each) for each in stored_tensors([("", layer)]) if each.parameter.requires_grad or not trainable)
-        for layer in layers
-    ]
+    found = []
+    for layer in layers:
+        stored = (each for each in stored_tensors([("", layer)]) if each.parameter.requires_grad or not trainable)
+        slices, nbytes = layout(stored, dtype, form)
+        lower = (aligned(s.nbytes) for s in slices if s.form is not None and s.form.exact)
+        found.append(nbytes + sum(lower))
+    return found
 
 
 def compute_device(device: Any) -> torch.device:

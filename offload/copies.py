@@ -18,21 +18,14 @@ __all__ = ["Copies"]
 
 
 class Copies(TorchFunctionMode):
-    """A mode in which ``copy.deepcopy`` copies a tensor of a subclass by its parts.
-
-    ``results``: also copies results of a graph, without the graph, as a pickle does.
-    """
-
-    def __init__(self, *, results: bool = False) -> None:
-        super().__init__()
-        self._results = results
+    """A mode: ``copy.deepcopy`` copies tensors of subclasses by their parts, and leaves out graphs as pickles do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
             tensor, memo = args
-            if id(tensor) not in memo and self._results and not tensor.is_leaf:
+            if id(tensor) not in memo and not tensor.is_leaf:
                 memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            elif id(tensor) not in memo and tensor.is_leaf and is_wrapped(tensor):
+            elif id(tensor) not in memo and is_wrapped(tensor):
                 rebuilt = with_parts(tensor, partial(copy.deepcopy, memo=memo))
                 parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(rebuilt, tensor.requires_grad) if parameter else rebuilt

@@ -388,15 +388,14 @@ class OffloadModel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Another model with homes of its own."""
-        make, arguments = self._copied(memo)
-        return make(*arguments)
+        return _rebuild(*self._copied(memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as the bare model, and the arguments that offload it again."""
-        return self._copied({}, results=True)
+        return _rebuild, self._copied({})
 
-    def _copied(self, memo: dict[int, Any], *, results: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A function and arguments that make a copy of the model; ``results``: of tensors of a graph, too."""
+    def _copied(self, memo: dict[int, Any]) -> tuple[nn.Module, Arguments]:
+        """A copy of the bare model, and the arguments that offload it again."""
         offloaded, calls = self._offloaded, self._offloaded.calls
         refuse_copies(formed=offloaded.arguments.store_dtype is not None, sharded=offloaded.arguments.mesh is not None)
         # A forward that was set later is around the one of this class.
@@ -404,7 +403,7 @@ class OffloadModel(nn.Module):
         if calls.forward_of_instance is not None:
             own["forward"] = calls.forward_of_instance
         bare = memo[id(self)] = offloaded.kind.__new__(offloaded.kind)
-        with Copies(results=results):
+        with Copies():
             vars(bare).update(copy.deepcopy(own, memo))
         arguments = offloaded.arguments
         if offloaded.homes.layers_apart:
@@ -415,7 +414,7 @@ class OffloadModel(nn.Module):
         else:
             cuts = [len(shard.layers) for shard in offloaded.homes.shards]
             arguments = replace(arguments, num_slices=len(cuts), _cuts=cuts)
-        return _rebuild, (bare, arguments)
+        return bare, arguments
 
     # --- closing -----------------------------------------------------------------------------------------------------
 

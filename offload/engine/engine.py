@@ -194,8 +194,7 @@ class Engine:
             self.backward.forward = this = _Pass(order, keeps or (lambda j, i: not self._homes.recompute))
             if not in_between:
                 self.backward.last = weakref.ref(this.life)
-            with self.streamer.slot_pool.turn(self.streamer):
-                result = self._run_pass(run)
+            result = self._run_pass(run)
             self.streamer.wait_for_home_reads()
             if not in_between:
                 self._orders[training] = this.order.uses

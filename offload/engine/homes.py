@@ -168,7 +168,7 @@ class ModelHomes:
     def prefetch(self, *, backward: bool) -> None:
         """Begins to load the first shards of the next pass, unless a pass is running."""
         if not self.busy:
-            self.streamer.prefetch(self.streamer.backward_order if backward else range(len(self.shards)))
+            self.streamer.prefetch(backward=backward)
 
     # --- what is outside of the shards ------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     # Wide types first: the format allows no gaps, and so every tensor is aligned to its type.
-    for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
+    for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
         begin, end = end, end + tensors[name].nbytes
         kind, shape = _NAMES[tensors[name].dtype], list(tensors[name].shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}

@@ -73,8 +73,6 @@ def noise(step: int, name: str, begin: int, count: int, out: Tensor | None = Non
 class WeightForm:
     """How float32 parameters are stored. Values are flat, contiguous tensors on the host."""
 
-    #: As the user gives it.
-    store_dtype: Any
     #: Whether the lower 16 bits are stored as well.
     exact: bool
 
@@ -131,7 +129,8 @@ def _quiet(values: Tensor) -> Tensor:
     return values.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
 
-_FORMS = {"split": WeightForm("split", exact=True), torch.bfloat16: WeightForm(torch.bfloat16, exact=False)}
+#: By ``store_dtype``.
+_FORMS = {"split": WeightForm(exact=True), torch.bfloat16: WeightForm(exact=False)}
 
 
 def weight_form_of(store_dtype: Any) -> WeightForm | None:

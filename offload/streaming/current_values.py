@@ -40,8 +40,10 @@ class _Parameters(dict[str, Any]):
             return
         for each in self.streamers:
             streamer = each()
-            if streamer is not None and streamer.is_unfinished(self._pending()):
-                streamer.apply_pending_updates()
+            if streamer is not None:
+                streamer.clean_up()
+                if self._pending() or streamer.finish_step is not None:
+                    streamer.apply_pending_updates()
         if self.left is not None:
             self._finish("a parameter")
 

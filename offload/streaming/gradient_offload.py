@@ -254,13 +254,13 @@ class GradientOffload:
         owner, s = shard.places[position]
         parameter = s.parameter
         stored, dtype = parameter.grad, owner.gradient_types.of(s)
-        in_memory = self._stays_in_memory(owner)
+        in_memory, there = self._stays_in_memory(owner), owner.on_device or not has_own_memory(self._device)
         if gradient.is_sparse or (stored is not None and stored.is_sparse):
             moved = gradient.to(parameter.device)
             set_gradient(parameter, moved if stored is None else stored + moved)  # in full: it is in no file
         elif stored is not None:
             yield partial(_add, stored, gradient)
-        elif in_memory and self._is_there(owner, gradient) and gradient.dtype == dtype:
+        elif in_memory and there and gradient.device == self._device and gradient.dtype == dtype:
             # A view cannot be detached in place.
             set_gradient(parameter, gradient if gradient._base is None else gradient.detach())
             # Nothing is copied beside layers that use the shard in place: ``step()`` computes these norms.
@@ -277,11 +277,6 @@ class GradientOffload:
                 yield partial(_store, block, offset, gradient, dtype)
             else:
                 yield partial(_convert, view, gradient)
-
-    def _is_there(self, owner: Shard, gradient: Tensor) -> bool:
-        """Whether a gradient is in the memory in which it is stored, or waits."""
-        there = owner.on_device or not has_own_memory(self._device)
-        return there and gradient.device == self._device
 
     def _stays_in_memory(self, shard: Shard) -> bool:
         """Whether a shard's gradients stay in host memory: with all of the shard, or to be updated among the first."""

@@ -33,7 +33,7 @@ from offload.storage import Tier
 from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
-from offload.streaming.stored_values import StoredValues, note_owner, seal
+from offload.streaming.stored_values import StoredValues, note_owner
 
 __all__ = ["LayerLayout", "make_shards"]
 
@@ -154,7 +154,5 @@ def _fill(shard: Shard, materializer: Materializer) -> None:
             formed.append((owner, s))
     materializer.fill()
     for owner, s in formed:
-        StoredValues(owner, s).store(s.parameter.detach())
+        StoredValues(owner, s).write(s.parameter.detach())
         owner.move_home(s)
-    for owner in dict.fromkeys(owner for owner, _ in formed):
-        seal(owner)

@@ -88,10 +88,6 @@ class StoredValues:
         """Number of elements."""
         return self.shape.numel()
 
-    def element_size(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
     def data_ptr(self) -> int:
         """Address of what is stored."""
         return self._slice.parameter.data_ptr()
@@ -110,14 +106,10 @@ class StoredValues:
         """A copy of the values."""
         return self.in_full().to(self.dtype)
 
-    def store(self, values: Tensor) -> None:
+    def write(self, values: Tensor) -> None:
         """Stores values of any type, rounded to the nearest where the form is not exact."""
         dense = torch.empty_strided(self.shape, self.stride(), dtype=self._slice.full_dtype).copy_(values)
         self._form.encode(in_order(dense), *self._at_home())
-
-    def write(self, values: Tensor) -> None:
-        """As :meth:`store`, for parameters that others have read."""
-        self.store(values)
         torch.autograd.graph.increment_version(self._slice.parameter)
         seal(self._shard)
 

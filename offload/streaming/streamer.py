@@ -16,9 +16,8 @@ Assumes
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,73 +49,63 @@ class SlotPool:
     ``streamers``: of models that share them, in the order of their forward turns; empty for one model alone.
     """
 
-    def __init__(self, device: torch.device, slots: int, slot_bytes: int, streamers: Sequence[Streamer] = ()) -> None:
+    def __init__(
+        self, device: torch.device, slots: int, slot_bytes: int, meter: Meter, streamers: Sequence[Streamer] = ()
+    ) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self._device = device
+        self._device, self._meter = device, meter
         self.streamers = list(streamers)
         #: Whether models share the pool.
         self.shared = bool(self.streamers)
-        self._recent = list(streamers)  # least recently used first
-        self._computing: Streamer | None = None
+        #: The one that computes now, or did so last, is the last.
+        self._recent = list(streamers)
         #: All slots, once they are allocated, and those that hold no shard.
         self._all: list[Tensor] = []
         self._free: list[Tensor] = []
-        #: Buffers of single shards by their identity, with the meter that counts each.
-        self._own: dict[int, tuple[Tensor, Meter]] = {}
-        self._meter: Meter | None = None
+        #: Buffers of single shards by their identity.
+        self._own: dict[int, Tensor] = {}
         #: References to each slot that the engine made, by its identity.
         self._views: dict[int, int] = {}
 
-    @contextlib.contextmanager
-    def turn(self, streamer: Streamer) -> Iterator[None]:
-        """``streamer`` computes inside the context. Raises RuntimeError if another one computes."""
-        if not self.shared:
-            yield
-            return
-        # An interrupt at the end of a turn leaves a user here that does not compute.
-        before = self._computing
-        if before not in (None, streamer) and before.in_pass():
-            raise RuntimeError("two models that take turns on one device compute at once; do not share their slots")
-        try:
-            self.computes(streamer)
-            yield
-        finally:
-            self._computing = before
-
     def computes(self, streamer: Streamer) -> None:
-        """Called when ``streamer`` computes next, where models share the pool."""
-        self._computing = streamer
-        if self._recent[-1] is not streamer:
+        """Called when ``streamer`` computes next, where models share the pool; RuntimeError if another one computes."""
+        if (before := self._recent[-1]) is not streamer:
+            if before.in_pass():
+                raise RuntimeError("two models that take turns on one device compute at once; do not share their slots")
             self._recent = [*(other for other in self._recent if other is not streamer), streamer]
 
-    def acquire_slot(self, meter: Meter, nbytes: int) -> Tensor:
+    def acquire_slot(self, nbytes: int) -> Tensor:
         """Acquires a slot for a shard of the computing model; for one that is larger than a slot, a buffer of its own.
 
         The buffer is freed when it is released.
         """
         if nbytes > self.slot_bytes:
-            with outside_inference_mode():
-                own = device_buffer(nbytes, self._device)
-            meter.hold(nbytes)
-            self._own[id(own)] = own, meter
+            own = self._allocate(nbytes)
+            self._meter.hold(nbytes)
+            self._own[id(own)] = own
             return own
-        if self._meter is None:
-            # Without this, slots allocated inside inference mode could never be filled outside it.
-            with outside_inference_mode():
-                self._all = [device_buffer(self.slot_bytes, self._device) for _ in range(self.slots)]
+        if not self._all:
+            self._all = [self._allocate(self.slot_bytes) for _ in range(self.slots)]
             self._free = list(self._all)
-            meter.hold(self.slots * self.slot_bytes)
-            self._meter = meter
-        while not self._free and any(other.evict_one() for other in self._recent if other is not self._computing):
-            pass
+            self._meter.hold(self.slots * self.slot_bytes)
+        self._evict_others()
         return self._free.pop()
 
     def acquire_unneeded(self, streamer: Streamer) -> Tensor | None:
         """Acquires a slot that the current turn does not need, for a prefetch; None if there is none."""
-        while not self._free and any(other.evict_one() for other in self._recent[:-1] if other is not streamer):
-            pass
+        self._evict_others(streamer)
         return self._free.pop() if self._free else None
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        # Without this, slots allocated inside inference mode could never be filled outside it.
+        with outside_inference_mode():
+            return device_buffer(nbytes, self._device)
+
+    def _evict_others(self, prefetching: Streamer | None = None) -> None:
+        """Frees a slot, if none is free and a model has one that neither computes nor prefetches."""
+        while not self._free and any(other.evict_one() for other in self._recent[:-1] if other is not prefetching):
+            pass
 
     def count_views(self, slot: Tensor, count: int) -> None:
         """Records ``count`` references to a slot that the engine itself created."""
@@ -130,8 +119,7 @@ class SlotPool:
         """Allocates a new slot in place of one that is still referenced. A shard's own buffer is not used again."""
         if id(slot) in self._own:
             return slot
-        with outside_inference_mode():
-            new = device_buffer(slot.numel(), self._device)
+        new = self._allocate(slot.numel())
         self._all = [new if old is slot else old for old in self._all]
         self._views.pop(id(slot), None)
         return new
@@ -140,14 +128,10 @@ class SlotPool:
         """Returns a slot; ``last``: others are acquired before it, since an update still writes to it."""
         if id(slot) in self._own:
             self._views.pop(id(slot), None)
-            self._own.pop(id(slot))[1].release(slot.numel())
+            del self._own[id(slot)]
+            self._meter.release(slot.numel())
             return
         self._free.insert(0 if last else len(self._free), slot)
-
-    def _free_own(self) -> None:
-        """Frees buffers that belong to one shard, which is larger than a slot."""
-        for slot, _ in list(self._own.values()):
-            self.release(slot)
 
     def resize(self, slots: int, slot_bytes: int) -> None:
         """Changes number and size of the slots, while all are free; they are allocated at their next use."""
@@ -156,26 +140,18 @@ class SlotPool:
             self.slots, self.slot_bytes = slots, slot_bytes
 
     def free_memory(self) -> None:
-        """Frees all memory, when the only model of the pool moves to another one, or needs other slots."""
-        self._free_own()
-        if self._meter is not None:
-            self._meter.release(self.slots * self.slot_bytes)
-        self._meter, self._all, self._free = None, [], []
+        """Frees all memory: no shard is in a slot, and other slots are needed, or an exception's frames hold views."""
+        for slot in list(self._own.values()):
+            self.release(slot)
+        self._meter.release(sum(slot.numel() for slot in self._all))
+        self._all, self._free = [], []
         self._views.clear()
-
-    def reset(self) -> None:
-        """Marks all slots as free, after a failure, once no user has one."""
-        self._free_own()
-        for slot in self._all:
-            if self.is_referenced(slot):  # an exception's frames may hold views
-                self.replace(slot)
-        self._free = list(self._all)
 
     def prefetch_previous(self, streamer: Streamer) -> None:
         """Lets the model whose backward turn is next prefetch."""
         if self.streamers and self.streamers[0] is not streamer:
             following = self.streamers[self.streamers.index(streamer) - 1]
-            following.prefetch(following.backward_order)
+            following.prefetch(backward=True)
 
 
 class Streamer:
@@ -200,11 +176,11 @@ class Streamer:
         self.device = device
         self._tier = tier
         self._lanes = lanes
-        self._meter = meter
+        self.meter = meter
         #: Of each slot, for passes with all slots.
         self.slot_bytes = self._size_of_slots(self.slots)
         #: The slots, of this model alone or shared with models that compute in turns.
-        self.slot_pool = SlotPool(device, self.slots, self.slot_bytes)
+        self.slot_pool = SlotPool(device, self.slots, self.slot_bytes, meter)
         #: The shards that are in slots, or on the way there, the earliest first, with the copies that fill these.
         self.loaded: dict[int, Arrival] = {}
         #: True while slots are filled or evicted outside a pass. If an exception leaves it True, call :meth:`cancel`.
@@ -274,7 +250,7 @@ class Streamer:
 
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        self._fill(j, self.slot_pool.acquire_slot(self._meter, self.shards[j].slot_bytes))
+        self._fill(j, self.slot_pool.acquire_slot(self.shards[j].slot_bytes))
 
     def _fill(self, j: int, slot: Tensor) -> None:
         shard = self.shards[j]
@@ -282,14 +258,14 @@ class Streamer:
         free = None if self.gradient_offload.is_updated(slot) else slot
         arrivals = [] if pending is None else [pending.start(free)]
         shard.load(slot)
-        self._meter.shard_loads += 1
+        self.meter.shard_loads += 1
         nbytes = shard.bytes_at_home
-        self._meter.bytes_loaded += nbytes
+        self.meter.bytes_loaded += nbytes
         kind = LOAD_FROM_MEMORY if shard.file is not None else None
 
         def fill() -> None:
             filled = pending is not None and pending.filled(slot)  # the update counted these bytes
-            with self._meter.on_lane("load", f"L{j}", 0 if filled else nbytes, kind=kind):
+            with self.meter.on_lane("load", f"L{j}", 0 if filled else nbytes, kind=kind):
                 shard.fill(slot, pending)
 
         owners = dict.fromkeys(owner for owner, _ in shard.loans)
@@ -299,11 +275,6 @@ class Streamer:
         # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step, or
         # while the shard that was in it before is updated there.
         self.loaded[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
-
-    def is_unfinished(self, pending: bool) -> bool:
-        """Whether updates are to be applied before parameters are read, some of which are ``pending``."""
-        self.clean_up()
-        return pending or self.finish_step is not None
 
     def apply_pending_updates(self) -> None:
         """Runs all pending updates and waits for them, before stored weights are read or written.
@@ -346,24 +317,19 @@ class Streamer:
             self.slot_pool.free_memory()
         self.slot_pool = slot_pool
 
-    @property
-    def backward_order(self) -> Sequence[int]:
-        """The shards, last first."""
-        return range(len(self.shards) - 1, -1, -1)
-
-    def prefetch(self, order: Sequence[int]) -> None:
-        """Starts to load shards in this order, while there are slots that the current turn does not need."""
+    def prefetch(self, *, backward: bool) -> None:
+        """Starts to load the first shards of a pass, while there are slots that the current turn does not need."""
         self.must_cancel = True
         there = set(self.resident())
-        for j in order:
-            if j in there or self.shards[j].in_place:
+        for shard in reversed(self.shards) if backward else self.shards:
+            if shard.index in there or shard.in_place:
                 continue
-            fits = len(there) < self.slots and self.shards[j].slot_bytes <= self.slot_pool.slot_bytes
+            fits = len(there) < self.slots and shard.slot_bytes <= self.slot_pool.slot_bytes
             slot = self.slot_pool.acquire_unneeded(self) if fits else None
             if slot is None:
                 break
-            self._fill(j, slot)
-            there.add(j)
+            self._fill(shard.index, slot)
+            there.add(shard.index)
         self.must_cancel = False
 
     def evict_one(self) -> bool:
@@ -375,23 +341,21 @@ class Streamer:
 
     def await_load(self, j: int) -> None:
         """Makes compute wait for the load of shard ``j``."""
-        with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
+        with self.meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is not filled yet.
             self.loaded[j].wait()
 
     def await_update_in_place(self, j: int) -> None:
         """Makes compute wait for the pending update of a shard that layers use where it rests."""
         if (pending := self.shards[j].pending) is not None:
-            with self._meter.waiting(f"U{j}", f"updating shard {j} in memory"):
+            with self.meter.waiting(f"U{j}", f"updating shard {j} in memory"):
                 # Update lane -> compute. Without this, layers read weights from before the optimizer's step.
                 pending.start().wait()
 
-    def wait_for_home_reads(self, end: int | None = None) -> None:
-        """Blocks the host until no load reads stored weights (of the shards before ``end``): they may be written."""
+    def wait_for_home_reads(self) -> None:
+        """Blocks the host until no load reads stored weights: they may be written."""
         for j, arrival in self.loaded.items():
-            if end is not None and j >= end:
-                continue
-            with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
+            with self.meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
                 # Load lane -> host. Without this, a queued load would read what the user writes next.
                 arrival.synchronize()
 
@@ -410,7 +374,7 @@ class Streamer:
         """
         for streamer in self.slot_pool.streamers or [self]:
             streamer.reset()
-        self.slot_pool.reset()
+        self.slot_pool.free_memory()
 
     def reset(self) -> None:
         """This model's part of :meth:`cancel`."""
@@ -440,7 +404,7 @@ def share_slots(stages: Sequence[Sequence[Streamer]]) -> None:
         keeps_all = held == sum(len(streamer.shards) for streamer in stage)
         slots = max(slots, held + (keeps_all and len(stages) > 1))
     slot_bytes = max(streamer.slot_bytes for streamer in streamers)
-    slot_pool = SlotPool(streamers[0].device, slots, slot_bytes, streamers)
+    slot_pool = SlotPool(streamers[0].device, slots, slot_bytes, streamers[0].meter, streamers)
     for streamer in streamers:
         streamer.use_slots(slot_pool)
 

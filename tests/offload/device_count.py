@@ -51,7 +51,7 @@ class DeviceCount(TorchDispatchMode):
 
     def _slots(self) -> list[Tensor]:
         pool = self._homes.streamer.slot_pool
-        return [*pool._all, *(slot for slot, _ in pool._own)]
+        return [*pool._all, *pool._own.values()]
 
     def _apart(self) -> list[tuple[int, int]]:
         """Memory that is counted otherwise, or is at home."""

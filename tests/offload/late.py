@@ -110,7 +110,7 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, *, backwards: bool 
         (updated.add if last else updated.discard)(slot.data_ptr())
         release(self, slot, last=last)
 
-    monkeypatch.setattr(SlotPool, "acquire_slot", lambda self, meter, nbytes: poisoned(acquire(self, meter, nbytes)))
+    monkeypatch.setattr(SlotPool, "acquire_slot", lambda self, nbytes: poisoned(acquire(self, nbytes)))
     monkeypatch.setattr(SlotPool, "release", released)
     monkeypatch.setattr(SlotPool, "acquire_unneeded", lambda self, streamer: poisoned(acquire_unneeded(self, streamer)))
     return made
