@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 
 from offload.files.parts import PARTS, StoredParts, named_states, on_all, ranks_of, write_parts
 from offload.files.save_folder import INDEX, Index, Save, read_index
-from offload.files.tensor_file import TensorFile, check_sum, write_tensors
+from offload.files.tensor_file import check_sum, open_tensors, write_tensors
 from offload.files.untrusted import inside
 from offload.forms.quantised import state_in_parts
 from offload.mesh.ranks import Ranks
@@ -226,8 +226,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     except FileNotFoundError as error:
         what = f"a directory without {INDEX}" if folder.is_dir() else "no directory"
         raise FileNotFoundError(f"expected a checkpoint, got {what} (path={folder})") from error
-    files = index.open(verifies=False)
-    saved: dict[str, TensorFile | StoredParts] = {name: files[file] for name, file in index.weight_map.items()}
+    stored = index.open(verifies=False)
+    saved = {name: tensor.mapped for name, tensor in stored.items()}
     ranks, parts, state, state_dict = ranks_of(model), None, _State(None, {}, NOT_COUNTED, None, None), None
     if index.save is None:
         if optimizer is not None:
@@ -240,14 +240,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         state = _State.read(states / "state.pt")
         if f"{states.name}/{PARTS}" in index.files:
             parts = StoredParts(states, [Path(name).name for name in index.files])
-            saved |= dict.fromkeys(parts.model, parts)
+            saved |= parts.model
         if optimizer is not None:
-            stored = [TensorFile(folder / name) for name in sorted(index.files) if "/optimizer-" in name]
-            state_dict = _state_dict(folder, state, stored, optimizer)
+            state_dict = _state_dict(folder, state, [name for name in wanted if "/optimizer-" in name], optimizer)
     targets = _check_model(folder, model, saved, set(state.model))
     if parts is None:
         for name, target in progress(list(targets.items()), "loading the model"):
-            files[index.weight_map[name]].read_into(name, target)
+            stored[name].read_into(target)
     else:
         for number, found in parts.read(cast(dict[str, Tensor], targets), optimizer, ranks).items():
             if state_dict is not None:
@@ -318,7 +317,7 @@ def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor | StoredValues], di
 
 
 def _check_model(
-    folder: Path, model: nn.Module, saved: Mapping[str, TensorFile | StoredParts], others: set[str]
+    folder: Path, model: nn.Module, saved: Mapping[str, Tensor], others: set[str]
 ) -> dict[str, Tensor | StoredValues]:
     """The model's tensor for each saved one. Raises ValueError that lists every difference."""
     targets: dict[str, Tensor | StoredValues] = {}
@@ -327,15 +326,15 @@ def _check_model(
     here = {name: value for name, value in state.items() if isinstance(value, (Tensor, StoredValues))}
     places = {_place(here[name]) for name in saved if name in here}
     wrong += [f"{name} is missing" for name, value in here.items() if name not in saved and _place(value) not in places]
-    for name, file in saved.items():
+    for name, tensor in saved.items():
         if name not in here:
             wrong.append(f"{name} is not in the model")
             continue
         target = targets[name] = here[name]
-        if file.shape(name) != tuple(target.shape):
-            wrong.append(f"{name} is {file.shape(name)}, expected {tuple(target.shape)}")
-        elif torch.promote_types(file.dtype(name), target.dtype) != target.dtype:
-            wrong.append(f"{name} is {file.dtype(name)} and would lose digits as {target.dtype}")
+        if tensor.shape != target.shape:
+            wrong.append(f"{name} is {tuple(tensor.shape)}, expected {tuple(target.shape)}")
+        elif torch.promote_types(tensor.dtype, target.dtype) != target.dtype:
+            wrong.append(f"{name} is {tensor.dtype} and would lose digits as {target.dtype}")
     extra = state.keys() - here.keys()
     wrong += [f"{name} is missing" for name in sorted(extra - others)]
     wrong += [f"{name} is not in the model" for name in sorted(others - extra)]
@@ -361,7 +360,7 @@ def _optimizer_parts(optimizer: Optimizer | None) -> tuple[dict[str, Tensor], di
     return tensors, {"state": rest, "param_groups": state_dict["param_groups"]}
 
 
-def _state_dict(folder: Path, saved: _State, files: Collection[TensorFile], optimizer: Optimizer) -> dict[str, Any]:
+def _state_dict(folder: Path, saved: _State, files: Collection[str], optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's saved ``state_dict()``, large tensors memory-mapped, without those in parts.
 
     Raises ValueError for another optimizer: its groups, or what their options are called.
@@ -385,10 +384,10 @@ def _state_dict(folder: Path, saved: _State, files: Collection[TensorFile], opti
                 f"{folder} has the states of an optimizer with {', '.join(has)}, got one with {', '.join(lacks)}; load "
                 f"the model alone, or pass the class that was saved"
             )
-    for file in files:
-        for full in file:
+    for name in files:
+        for full, stored in open_tensors(folder / name).items():
             _, number, key = full.split(".", 2)
-            tensor = file.tensor(full)
+            tensor = stored.mapped
             # Other optimizers keep the tensors they are given, and would keep the file mapped.
             rest["state"][int(number)][key] = tensor if isinstance(optimizer, OffloadOptimizer) else tensor.clone()
     return rest

@@ -136,17 +136,12 @@ class StoredParts:
             ) from error
         if unknown:
             raise ValueError(f"{folder / PARTS}: names files that are not of the checkpoint: {', '.join(unknown)}")
-        #: Names of the tensors of the model.
-        self.model = [name.removeprefix(_MODEL) for name in self._entries if name.startswith(_MODEL)]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor of the model."""
-        return tuple(self._entries[_MODEL + name].size)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor of the model."""
-        dtype: torch.dtype = self._entries[_MODEL + name].properties.dtype
-        return dtype
+        #: The tensors of the model, on the meta device.
+        self.model = {
+            name.removeprefix(_MODEL): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in self._entries.items()
+            if name.startswith(_MODEL)
+        }
 
     def read(
         self, model: Mapping[str, Tensor], optimizer: Optimizer | None, ranks: Ranks | None

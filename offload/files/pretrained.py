@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from offload.files.save_folder import read_index
-from offload.files.tensor_file import TensorFile
+from offload.files.tensor_file import StoredTensor, open_tensors
 from offload.forms.quantised import part_names
 
-__all__ = ["KeyMap", "Pretrained", "Stored", "Unmatched", "load_pretrained", "tensors_of"]
+__all__ = ["KeyMap", "Pretrained", "Unmatched", "load_pretrained", "tensors_of"]
 
 KeyMap = Callable[[str], str | None] | Mapping[str, str]
 
@@ -35,18 +34,6 @@ class Unmatched(NamedTuple):
 
     missing: list[str]
     unexpected: list[str]
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in a file."""
-
-    name: str
-    file: TensorFile
-
-    def read_into(self, destination: Tensor) -> None:
-        """See :meth:`offload.files.tensor_file.TensorFile.read_into`."""
-        self.file.read_into(self.name, destination)
 
 
 class Pretrained:
@@ -72,8 +59,8 @@ class Pretrained:
     def __init__(self, path: str | os.PathLike[str], *, key_map: KeyMap | None = None, strict: bool = True) -> None:
         self.path = Path(path).absolute()  # its files are opened later, too
         self.strict = strict
-        self._stored: dict[str, Stored] = {}
-        for stored in _stored_in(_resolved(self.path)):
+        self._stored: dict[str, StoredTensor] = {}
+        for stored in _stored_in(_resolved(self.path)).values():
             name = _renamed(stored.name, key_map)
             if name is None:
                 continue
@@ -82,10 +69,9 @@ class Pretrained:
 
     def headers(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and type of each tensor, from the headers of the files."""
-        stored = self._stored.items()
-        return [(name, one.file.shape(one.name), one.file.dtype(one.name)) for name, one in stored]
+        return [(name, tuple(one.mapped.shape), one.mapped.dtype) for name, one in self._stored.items()]
 
-    def match(self, modules: Mapping[str, nn.Module]) -> tuple[dict[Tensor, Stored], Unmatched]:
+    def match(self, modules: Mapping[str, nn.Module]) -> tuple[dict[Tensor, StoredTensor], Unmatched]:
         """The stored tensor for each tensor of some modules. A tensor with several names needs only one of them.
 
         Raises ValueError that lists every difference in shapes, kinds of types and, if ``strict``, names.
@@ -94,7 +80,7 @@ class Pretrained:
         names: dict[Tensor, list[str]] = {}
         for name, tensor in tensors.items():
             names.setdefault(tensor, []).append(name)
-        found: dict[Tensor, Stored] = {}
+        found: dict[Tensor, StoredTensor] = {}
         missing: list[str] = []
         wrong: list[str] = []
         for tensor, same in names.items():
@@ -103,11 +89,11 @@ class Pretrained:
                 missing += same
             for name in candidates:
                 stored = found[tensor] = self._stored[name]  # the last one is used, as in load_state_dict()
-                shape, dtype = stored.file.shape(stored.name), stored.file.dtype(stored.name)
-                if shape != tuple(tensor.shape):
-                    wrong.append(f"{name} has shape {shape}, expected {tuple(tensor.shape)}")
-                elif not torch.can_cast(dtype, tensor.dtype):
-                    wrong.append(f"{name} is {dtype}, which cannot be cast to {tensor.dtype}")
+                like = stored.mapped
+                if like.shape != tensor.shape:
+                    wrong.append(f"{name} has shape {tuple(like.shape)}, expected {tuple(tensor.shape)}")
+                elif not torch.can_cast(like.dtype, tensor.dtype):
+                    wrong.append(f"{name} is {like.dtype}, which cannot be cast to {tensor.dtype}")
         quantised = [f"{p}.{name}" if p else name for p, module in modules.items() for name in part_names(module)]
         wrong += [
             f"{name} is quantised in the model: load the model before it is quantised"
@@ -200,11 +186,6 @@ def _resolved(path: Path) -> Path:
     raise FileNotFoundError(f"expected *{_INDEX_SUFFIX} or *.safetensors, got a directory without (path={path})")
 
 
-def _stored_in(path: Path) -> list[Stored]:
+def _stored_in(path: Path) -> dict[str, StoredTensor]:
     """All tensors of a file, or of an index."""
-    if path.suffix != ".json":
-        file = TensorFile(path)
-        return [Stored(name, file) for name in file]
-    index = read_index(path)
-    files = index.open()
-    return [Stored(name, files[where]) for name, where in index.weight_map.items()]
+    return read_index(path).open() if path.suffix == ".json" else open_tensors(path)

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.files.tensor_file import ChecksumError, TensorFile
-from offload.files.untrusted import inside, naming, new_file, parse_object, read_regular, shown
+from offload.files.tensor_file import ChecksumError, StoredTensor, open_tensors
+from offload.files.untrusted import inside, naming, parse_object, read_regular, shown, write_new
 
 __all__ = ["INDEX", "SAVE", "Index", "Save", "read_index"]
 
@@ -46,8 +46,8 @@ class Index:
     save: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
 
-    def open(self, *, verifies: bool = True) -> dict[str, TensorFile]:
-        """All files with tensors of the model, by name. ``verifies``: each is before its first tensor is read.
+    def open(self, *, verifies: bool = True) -> dict[str, StoredTensor]:
+        """The tensors of the model. ``verifies``: each file is verified before its first tensor is read.
 
         Raises FileNotFoundError if some do not exist, ValueError if a name leaves the folder, a file is damaged, or
         does not hold what the index says.
@@ -59,10 +59,10 @@ class Index:
         if absent := sorted(name for name, path in paths.items() if not os.path.exists(path)):
             raise FileNotFoundError(f"{self.path} names files that do not exist: {', '.join(absent)}")
         sums = self.files if verifies else {}
-        files = {name: TensorFile(path, sums.get(name)) for name, path in sorted(paths.items())}
+        files = {name: open_tensors(path, sums.get(name)) for name, path in sorted(paths.items())}
         if lost := [f"{tensor} in {name}" for tensor, name in self.weight_map.items() if tensor not in files[name]]:
             raise ValueError(f"{self.path} names tensors that the files do not hold: {', '.join(lost)}")
-        return files
+        return {tensor: files[name][tensor] for tensor, name in self.weight_map.items()}
 
 
 def read_index(path: Path) -> Index:
@@ -126,9 +126,7 @@ class Save:
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file, and waits until it is on the disk."""
-        with new_file(self.path(name)) as file:
-            file.write(data)
-        self.note(name, file.sum)
+        self.note(name, write_new(self.path(name), [data]))
 
     def begin(self) -> str:
         """Makes the directory and the folder of the states; returns the identity.
@@ -162,8 +160,7 @@ class Save:
         metadata = {"total_size": total_size, SAVE: self.id, FILES: self.files}
         metadata[CRC] = _sum_of(weight_map, metadata)
         new = self.state / "index.json"
-        with new_file(new) as file:
-            file.write(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode())
+        write_new(new, [json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode()])
         _sync(self.state)
         _sync(self.folder)
         with naming(self.folder / INDEX):

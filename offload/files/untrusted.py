@@ -15,22 +15,21 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 __all__ = [
     "MOST_BYTES",
     "WINDOW_BYTES",
-    "NewFile",
     "inside",
     "naming",
-    "new_file",
     "open_regular",
     "parse_object",
     "read_regular",
     "shown",
     "sum_of",
+    "write_new",
 ]
 
 #: Most bytes of an index, as of a header in the safetensors package.
@@ -40,7 +39,7 @@ MOST_BYTES = 100_000_000
 WINDOW_BYTES = 4 << 20
 
 #: What a path leads to if it cannot be opened, though something is there.
-_NO_FILE = {errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO, errno.ENODEV}
+_NO_FILE = {errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.EISDIR}
 
 
 @contextlib.contextmanager
@@ -56,92 +55,53 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor of a file to read. Raises ValueError if it is not a regular one, FileNotFoundError without one."""
-    with naming(path):
-        try:
-            # Without O_NONBLOCK, opening a FIFO waits for a writer.
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in _NO_FILE:
-                raise ValueError(f"{path}: expected a regular file, got what cannot be read: {error}") from error
-            raise
-        try:
-            mode = os.fstat(fd).st_mode
-            if not stat.S_ISREG(mode):
-                raise ValueError(f"{path}: expected a regular file, got one of mode {stat.filemode(mode)}")
-        except BaseException:
-            os.close(fd)
-            raise
-    return fd
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read. Raises ValueError if it is not a regular one, FileNotFoundError without one."""
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise ValueError(f"{path}: expected a regular file, got what cannot be read: {error}") from error
+        raise
+    if not stat.S_ISREG(mode := os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(f"{path}: expected a regular file, got one of mode {stat.filemode(mode)}")
+    return file
 
 
 def read_regular(path: Path) -> bytes:
     """All bytes of a regular file. Raises ValueError, before it reads, for more than :data:`MOST_BYTES`."""
-    fd = open_regular(path)
-    try:
-        size = os.fstat(fd).st_size
+    with naming(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if size > MOST_BYTES:
             raise ValueError(f"{path}: expected a file of at most {MOST_BYTES:,} bytes, got {size:,}")
-        with naming(path), open(fd, "rb", closefd=False) as file:
-            return file.read(size)
-    finally:
-        os.close(fd)
+        return file.read(size)
 
 
-def sum_of(path: Path, fd: int | None = None) -> str:
-    """Size and checksum of a file (open as ``fd``); equal to :attr:`NewFile.sum` of what was written."""
-    size, value, opened = 0, 0, open_regular(path) if fd is None else fd
-    try:
-        with naming(path):
-            while part := os.pread(opened, WINDOW_BYTES, size):
-                size, value = size + len(part), zlib.crc32(part, value)
-    finally:
-        if fd is None:
-            os.close(opened)
-    return _sum(size, value)
+def sum_of(path: Path) -> str:
+    """Size and checksum of a file."""
+    size, crc = 0, 0
+    with naming(path), open_regular(path) as file:
+        while part := file.read(WINDOW_BYTES):
+            size, crc = size + len(part), zlib.crc32(part, crc)
+    return f"{size} bytes, crc32 {crc:08x}"
 
 
-def _sum(size: int, value: int) -> str:
-    return f"{size} bytes, crc32 {value:08x}"
+def write_new(path: Path, parts: Iterable[bytes | memoryview]) -> str:
+    """Writes a new file, and waits until it is on the disk; returns its size and checksum, as :func:`sum_of`.
 
-
-class NewFile:
-    """A file that is being written, see :func:`new_file`."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd, self._size, self._crc = fd, 0, 0
-
-    @property
-    def sum(self) -> str:
-        """Size and checksum of what was written."""
-        return _sum(self._size, self._crc)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Appends all of ``data``, which nothing else may write to meanwhile."""
-        self._size, self._crc = self._size + len(data), zlib.crc32(data, self._crc)
-        rest = memoryview(data)
-        while rest:  # one system call may write less
-            rest = rest[os.write(self._fd, rest) :]
-
-
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[NewFile]:
-    """A context that writes a new file; at its end the bytes are on the disk, or it raises and there is no file.
-
-    Raises OSError, which names the file, if it exists or cannot be written.
+    Nothing else may write to a part before the next one is asked for. Raises OSError, which names the file, if it
+    exists or cannot be written.
     """
-    with naming(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            yield NewFile(fd)
-            os.fsync(fd)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            raise
-        finally:
-            os.close(fd)
+    size, crc = 0, 0
+    with naming(path), open(path, "xb") as file:
+        for part in parts:
+            size, crc = size + len(part), zlib.crc32(part, crc)
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return f"{size} bytes, crc32 {crc:08x}"
 
 
 def parse_object(text: bytes, path: Path, what: str) -> dict[str, Any]:

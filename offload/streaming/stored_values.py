@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -114,12 +114,6 @@ class StoredValues:
         """Stores values of any type, rounded to the nearest where the form is not exact."""
         dense = torch.empty_strided(self.shape, self.stride(), dtype=self._slice.full_dtype).copy_(values)
         self._form.encode(in_order(dense), *self._at_home())
-
-    def read_from(self, read_into: Callable[[Tensor], None]) -> None:
-        """Stores what a function writes into a tensor. If it raises, nothing is stored."""
-        values = torch.empty(self.shape, dtype=self.dtype)
-        read_into(values)
-        self.write(values)
 
     def write(self, values: Tensor) -> None:
         """As :meth:`store`, for parameters that others have read."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import offload.model
 from offload import OffloadModel, save_checkpoint
-from offload.files.tensor_file import TensorFile
+from offload.files.tensor_file import StoredTensor
 from offload.meta_device.materialize import Materializer
 from tests.offload.interrupts import interrupted, lines_of
 from tests.offload.open_files import open_files
@@ -97,7 +97,7 @@ END = offload.model, "return_freed_memory"
 FAILURES: dict[str, tuple[Any, str, int, BaseException, dict[str, Any]]] = {
     **{f"no memory for shard {k}": (Materializer, "fill", k, MemoryError(), {}) for k in (1, 3, 5)},
     **{
-        f"weight {k} is unreadable": (TensorFile, "read_into", k, OSError(errno.EIO, ""), {"pretrained": "saved"})
+        f"weight {k} is unreadable": (StoredTensor, "read_into", k, OSError(errno.EIO, ""), {"pretrained": "saved"})
         for k in (1, 4, 12)
     },
     "no thread": (*END, 1, RuntimeError("can't start new thread"), {}),
