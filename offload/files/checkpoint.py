@@ -44,12 +44,12 @@ from torch.optim import Optimizer
 from offload.files.parts import PARTS, StoredParts, named_states, on_all, ranks_of, write_parts
 from offload.files.save_folder import INDEX, Index, Save, read_index
 from offload.files.tensor_file import check_sum, open_tensors, write_tensors
-from offload.files.untrusted import inside
 from offload.forms.quantised import state_in_parts
 from offload.mesh.ranks import Ranks
 from offload.optim import OffloadOptimizer
 from offload.progress import progress
 from offload.streaming.stored_values import StoredValues, deferring_values
+from offload.untrusted import inside
 
 __all__ = ["INDEX", "Checkpoint", "generator_states", "load_checkpoint", "save_checkpoint"]
 

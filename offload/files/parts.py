@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.files.untrusted import sum_of
 from offload.mesh.ranks import Ranks
+from offload.untrusted import sum_of
 from pipe.torch_private.distributed import metadata_types
 
 __all__ = ["PARTS", "StoredParts", "named_states", "on_all", "ranks_of", "write_parts"]

@@ -15,14 +15,12 @@ import json
 import os
 import re
 import uuid
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from offload.files.tensor_file import ChecksumError, StoredTensor, open_tensors
-from offload.files.untrusted import inside, naming, parse_object, read_regular, shown, write_new
+from offload.untrusted import inside, naming, read_object, shown, sum_of_values, sync, write_new
 
 __all__ = ["INDEX", "SAVE", "Index", "Save", "read_index"]
 
@@ -67,7 +65,7 @@ class Index:
 
 def read_index(path: Path) -> Index:
     """Reads an index. Raises FileNotFoundError without one, ValueError that names the field if it is damaged."""
-    found = parse_object(read_regular(path), path, "index")
+    found = read_object(path, "index")
     weight_map, metadata = found.get("weight_map"), found.get("metadata", {})
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path}: expected an index with a weight_map, got {shown(weight_map)}")
@@ -78,16 +76,12 @@ def read_index(path: Path) -> Index:
         raise ValueError(f"{path}: metadata: expected an object, got {shown(metadata)}")
     if metadata.keys().isdisjoint((SAVE, FILES, CRC)):
         return Index(path, weight_map)
-    if metadata.pop(CRC, None) != _sum_of(weight_map, metadata):
+    if metadata.pop(CRC, None) != sum_of_values([weight_map, metadata]):
         raise ChecksumError(
             f"{path}: the index is not the one that was written, and nothing was loaded. Restore the file from a copy, "
             f"or load another checkpoint"
         )
     return Index(path, weight_map, metadata[SAVE], metadata[FILES])
-
-
-def _sum_of(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps([weight_map, metadata], sort_keys=True).encode()):08x}"
 
 
 #: The folder of the states of a save, or a file of its model.
@@ -137,7 +131,7 @@ class Save:
         with naming(self.folder):
             if not self.folder.exists():
                 self.folder.mkdir(parents=True)
-                _sync(self.folder.parent)
+                sync(self.folder.parent)
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._acquire(self._lock)
         try:
@@ -158,14 +152,14 @@ class Save:
     def commit(self, weight_map: Mapping[str, str], total_size: int) -> None:
         """Makes the save the one that is loaded; then removes those before. ``weight_map``: see :class:`Index`."""
         metadata = {"total_size": total_size, SAVE: self.id, FILES: self.files}
-        metadata[CRC] = _sum_of(weight_map, metadata)
+        metadata[CRC] = sum_of_values([weight_map, metadata])
         new = self.state / "index.json"
         write_new(new, [json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode()])
-        _sync(self.state)
-        _sync(self.folder)
+        sync(self.state)
+        sync(self.folder)
         with naming(self.folder / INDEX):
             os.replace(new, self.folder / INDEX)
-        _sync(self.folder)
+        sync(self.folder)
         self._remove(lambda id: id != self.id)
 
     def discard(self) -> None:
@@ -221,13 +215,3 @@ class Save:
                 for name in filter(_STATES.fullmatch, os.listdir(entry)):
                     os.unlink(entry / name)
                 os.rmdir(entry)
-
-
-def _sync(folder: Path) -> None:
-    """Waits until the entries of a directory are on the disk."""
-    with naming(folder):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.files.untrusted import MOST_BYTES, WINDOW_BYTES, open_regular, sum_of, write_new
 from offload.progress import progress
 from offload.storage.buffer import view_memory
 from offload.storage.contract import bytes_of
 from offload.streaming.stored_values import StoredValues, stored_values
+from offload.untrusted import MOST_BYTES, WINDOW_BYTES, open_regular, sum_of, write_new
 
 __all__ = ["ChecksumError", "StoredTensor", "check_sum", "open_tensors", "write_tensors"]
 

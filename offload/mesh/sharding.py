@@ -112,8 +112,8 @@ class Sharding:
             return open_tier(offload_device, device)
         root = Path(offload_device)
         ours = {self._name(k, n) for k in range(self.ranks.count) for n in range(self.ranks.replicas)}
-        others = [path.name for path in homes_in(root)]
-        others += {path.parent.name for path in homes_in(root, RANKS)} - ours
+        others = [f"in {path}" for path in homes_in(root)]
+        others += {path.name for path in homes_in(root, RANKS)} - ours
         found = [answer for answer in self.ranks.exchange(sorted(others)) if answer]
         if found:
             raise HomeError(

@@ -2,7 +2,8 @@
 
 ::
 
-    directory/model.home      weights of all layers, buffers, and a manifest (offload.storage.persistent)
+    directory/model.home      weights of all layers, and buffers
+    directory/home.json       the manifest: which tensors these are, and whether the home was closed; replaced at once
     directory/home.lock       locked by the model that uses the home
 
 Gradients, optimizer states and boundaries are in files without names.
@@ -26,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -40,26 +40,19 @@ from typing import Any
 
 import torch
 
-from offload.storage.buffer import PAGE_BYTES, whole_pages
+from offload.storage.buffer import whole_pages
 from offload.storage.contract import Block
 from offload.storage.disk import DiskBlock, DiskTier, reserve
 from offload.storage.home import DiskHome
-from offload.storage.transfer import move_all
+from offload.untrusted import read_object, sum_of_values, sync, write_new
 from pipe.process import finalize_here
 
-__all__ = ["RANKS", "HomeError", "Manifest", "PersistentTier", "digest", "homes_in", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "RANKS", "HomeError", "Manifest", "PersistentTier", "homes_in", "read_manifest"]
 
-# --- The manifest at the end of the file of a persistent home: identity and state (closed or not) --------------------
-#
-# ::
-#
-#     contents, whole pages | description, whole pages | manifest, one page
-#
-# The contents are first, so that mappings and direct I/O are aligned. The description is text, one line per tensor, so
-# that an error can name the first tensor that differs. The manifest is a JSON object and its digest in one page, which
-# a disk writes atomically.
-
-_FORMAT = "home 4"
+_FORMAT = "home 5"
+_FILE, MANIFEST = "model.home", "home.json"
+#: Names of the directories of the ranks of a mesh.
+RANKS = "rank*-of-*"
 
 #: Advice for a damaged file.
 RESTORE = "Restore all files of the directory, or create the home again with DiskHome(..., overwrite=True)"
@@ -75,99 +68,60 @@ class Manifest:
 
     #: Whether the home was closed after its contents were last written.
     clean: bool
-    contents_bytes: int
-    description_bytes: int
+    nbytes: int
+    #: A line for each tensor, so that an error can name the first one that differs.
+    tensors: list[str]
     #: How often the home was opened; equal on all ranks of a mesh.
     generation: int
     #: Random identity of the home.
     home: str
-    description_digest: str
     format: str = _FORMAT
 
-    @property
-    def file_bytes(self) -> int:
-        """Size of the file."""
-        return whole_pages(self.contents_bytes) + whole_pages(self.description_bytes) + PAGE_BYTES
-
-    def pack(self) -> bytes:
-        """The manifest as one page."""
-        fields = json.dumps(asdict(self)).encode()
-        return (fields + digest(fields).encode()).ljust(PAGE_BYTES)
+    def write(self, folder: Path) -> None:
+        """Replaces the one in a directory; returns once it is on the disk."""
+        fields, new = asdict(self), folder / f"{MANIFEST}.new"
+        new.unlink(missing_ok=True)
+        write_new(new, [json.dumps(fields | {"sum": sum_of_values(fields)}, indent=1).encode()])
+        os.replace(new, folder / MANIFEST)
+        sync(folder)
 
 
-def digest(data: bytes) -> str:
-    """Cryptographic hash of a few bytes, in 32 hexadecimal digits."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def read_manifest(path: Path) -> tuple[Manifest, bytes]:
-    """Reads the manifest and the description.
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of the home in a directory.
 
     Raises HomeError for another format, damage, or a file not of the recorded size.
     """
-    fd = _open_regular(path, os.O_RDONLY)
+    path = folder / MANIFEST
     try:
-        size = os.fstat(fd).st_size
-        page = os.pread(fd, PAGE_BYTES, max(0, size - PAGE_BYTES)).rstrip(b" ")
-        fields, sum = page[:-32], page[-32:]
-        if digest(fields).encode() != sum:
-            raise HomeError(
-                f"{path}: expected a file that ends with a manifest, got {size:,} bytes without one: a truncated or "
-                f"damaged file, or one of another program. Use another directory. {RESTORE}"
-            )
-        found = json.loads(fields)
-        if found["format"] != _FORMAT:
-            raise HomeError(
-                f"{path}: expected the format {_FORMAT!r}, got {found['format']!r}. Open it with the release that "
-                f"wrote it and save a checkpoint there; load that into a new home, DiskHome(..., overwrite=True)"
-            )
-        manifest = Manifest(**found)
-        if size != manifest.file_bytes:
-            raise HomeError(
-                f"{path}: expected {manifest.file_bytes:,} bytes, got {size:,}; it is incomplete. {RESTORE}"
-            )
-        description = os.pread(fd, manifest.description_bytes, whole_pages(manifest.contents_bytes))
-    finally:
-        os.close(fd)
-    if digest(description) != manifest.description_digest:
-        raise HomeError(f"{path}: the description of the tensors does not match its checksum. {RESTORE}")
-    return manifest, description
+        found = read_object(path, "manifest")
+        if found.pop("sum", None) != sum_of_values(found):
+            raise ValueError(f"{path}: damaged, or of another program")
+    except (ValueError, FileNotFoundError) as error:
+        raise HomeError(f"expected the manifest of a home: {error}. {RESTORE}") from error
+    if found["format"] != _FORMAT:
+        raise HomeError(
+            f"{path}: expected the format {_FORMAT!r}, got {found['format']!r}. Open it with the release that "
+            f"wrote it and save a checkpoint there; load that into a new home, DiskHome(..., overwrite=True)"
+        )
+    manifest = Manifest(**found)
+    size, expected = _size_of(folder / _FILE), whole_pages(manifest.nbytes)
+    if size != expected:
+        raise HomeError(f"{folder / _FILE}: expected {expected:,} bytes, got {size:,}; it is incomplete. {RESTORE}")
+    return manifest
 
 
-def _open_regular(path: Path, flags: int) -> int:
-    """Opens a file of a home. Raises HomeError for a link, which leads out of it, or a special file."""
-    reason: object = "a special file"
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        reason = f"a link, a directory or a special file: {error.strerror}"
-    raise HomeError(f"{path}: expected a regular file, got {reason}. {RESTORE}")
-
-
-def write_manifest(fd: int, path: Path, manifest: Manifest, description: bytes | None = None) -> None:
-    """Writes the manifest of a file (and the description of a new one); returns once it is on the disk."""
-    if description is not None:
-        move_all(os.pwritev, fd, memoryview(description), whole_pages(manifest.contents_bytes), path)
-    # Contents -> manifest. Without this, a power cut leaves a clean manifest of contents that were never written.
-    os.fsync(fd)
-    move_all(os.pwritev, fd, memoryview(manifest.pack()), manifest.file_bytes - PAGE_BYTES, path)
-    os.fsync(fd)
-
-
-_FILE = "model.home"
-#: Names of the directories of the ranks of a mesh.
-RANKS = "rank*-of-*"
+def _size_of(path: Path) -> int:
+    """Bytes of a file of a home. Raises HomeError for a link, which leads out of it, or a special file."""
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise HomeError(f"{path}: expected a regular file, got one of mode {stat.filemode(found.st_mode)}. {RESTORE}")
+    return found.st_size
 
 
 def homes_in(root: Path, folders: str | None = None) -> list[Path]:
-    """The files of homes in a directory, or in ``folders`` of it."""
+    """The directories of homes: a directory, or ``folders`` of it."""
     found = [root] if folders is None else sorted(root.glob(folders))
-    return [folder / _FILE for folder in found if os.path.lexists(folder / _FILE)]
+    return [folder for folder in found if os.path.lexists(folder / _FILE)]
 
 
 @dataclass
@@ -175,18 +129,21 @@ class _Usage:
     """The use of a home by one tier, which ends when the tier is closed or collected."""
 
     directory: Path
+    #: Descriptors: of the file that is locked, and of the directory, which may be moved meanwhile.
     lock: int
-    #: A new file, which is removed if the model's constructor fails.
-    created: Path | None = None
+    folder: int
+    #: Whether the file is new, and to be removed if the model's constructor fails.
+    created: bool = False
     #: Whether the manifest says that the home is not clean.
     open: bool = False
 
     def release(self) -> None:
         with contextlib.suppress(OSError):
-            if self.created is not None:
-                self.created.unlink()
-        with contextlib.suppress(OSError):
-            os.close(self.lock)
+            if self.created:
+                _remove(self.directory)
+        for fd in (self.lock, self.folder):
+            with contextlib.suppress(OSError):
+                os.close(fd)
         if self.open:
             warnings.warn(
                 f"the model with the persistent home in {str(self.directory)!r} ended without close(): the home is "
@@ -194,6 +151,11 @@ class _Usage:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _remove(folder: Path) -> None:
+    for name in (_FILE, MANIFEST, f"{MANIFEST}.new"):
+        (folder / name).unlink(missing_ok=True)
 
 
 #: What one process found in its directory: why the home cannot be used, if it cannot; the manifest, if there is a home;
@@ -222,10 +184,13 @@ class PersistentTier(DiskTier):
         self._path = self._root / _FILE
         self._manifest: Manifest | None = None
         self._new = True
-        self._description = b""
+        self._tensors: list[str] = []
         self._contents: DiskBlock | None = None
-        lock = _open_regular(self._root / "home.lock", os.O_RDWR | os.O_CREAT)
-        self._usage = _Usage(self._root, lock)
+        path = self._root / "home.lock"
+        if os.path.lexists(path):
+            _size_of(path)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._usage = _Usage(self._root, lock, os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         self._release_home = finalize_here(self, _Usage.release, self._usage)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -243,7 +208,7 @@ class PersistentTier(DiskTier):
         layers have no values of their own. Raises HomeError, on all ranks, which names the file and what to do, if the
         unchanged home cannot be used.
         """
-        self._description = "\n".join([f"bytes are {sys.byteorder}-endian", *lines]).encode()
+        self._tensors = [f"bytes are {sys.byteorder}-endian", *lines]
         error, manifest = None, None
         try:
             manifest = self._checked(nbytes, blank=blank)
@@ -255,8 +220,7 @@ class PersistentTier(DiskTier):
             raise error
         self._compare(manifest, everybody)
         if manifest is None:
-            kind = self._description
-            self._manifest = Manifest(False, nbytes, len(kind), 1, everybody[0][2], digest(kind))
+            self._manifest = Manifest(False, nbytes, self._tensors, 0, everybody[0][2])
             return False
         last = max(other.generation for _, other, _ in everybody if other is not None)
         self._manifest, self._new = replace(manifest, generation=last), False
@@ -266,11 +230,9 @@ class PersistentTier(DiskTier):
         """The manifest of the file in the directory, which fits the model; None if there is no home."""
         root, path = self._root, self._path
         if self._home.overwrite:
-            for each in homes_in(root):
-                each.unlink()
+            _remove(root)
         if not homes_in(root):
-            others = sorted(each.parent.name for each in homes_in(root, RANKS))
-            if others:
+            if others := [each.name for each in homes_in(root, RANKS)]:
                 raise HomeError(
                     f"{str(root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
                     f"or load a checkpoint into a home in another directory"
@@ -282,11 +244,11 @@ class PersistentTier(DiskTier):
                 f"meta device (and without pretrained=) to adopt the home; or replace it with "
                 f"DiskHome(..., overwrite=True); or use another directory"
             )
-        manifest, got = read_manifest(path)
-        if got != self._description or manifest.contents_bytes != nbytes:
+        manifest = read_manifest(root)
+        if (manifest.tensors, manifest.nbytes) != (self._tensors, nbytes):
             raise HomeError(
-                f"{path}: expected {_difference(self._description, got)}. Pass the layers that the home was created "
-                f"with, or use another directory"
+                f"{path}: expected {_difference(self._tensors, manifest.tensors)}. Pass the layers that the home was "
+                f"created with, or use another directory"
             )
         if manifest.clean:
             return manifest
@@ -336,16 +298,16 @@ class PersistentTier(DiskTier):
         manifest = self._manifest
         assert manifest is not None
         if self._contents is None:
-            fd = _open_regular(self._path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if self._new else 0))
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if self._new else 0)
+            fd = os.open(self._path, flags, 0o600)
             try:
                 if self._new:
-                    self._usage.created = self._path
-                    reserve(fd, self._path, manifest.file_bytes, manifest.contents_bytes)
-                    write_manifest(fd, self._path, manifest, self._description)
+                    self._usage.created = True
+                    reserve(fd, self._path, whole_pages(manifest.nbytes), manifest.nbytes)
             except BaseException:
                 os.close(fd)
                 raise
-            self._contents = DiskBlock(fd, self._path, manifest.contents_bytes, self.transfers)
+            self._contents = DiskBlock(fd, self._path, manifest.nbytes, self.transfers)
         return self._contents
 
     def weights(self, nbytes: int) -> Block:
@@ -355,10 +317,13 @@ class PersistentTier(DiskTier):
     def mark_open(self) -> None:
         """Marks the manifest as not clean, before the contents change: the model is constructed."""
         assert self._manifest is not None
-        if self._contents is not None and not self._new:
-            self._manifest = replace(self._manifest, clean=False, generation=self._manifest.generation + 1)
-            write_manifest(self._contents.fd, self._path, self._manifest)
-        self._usage.created, self._usage.open = None, True
+        self._manifest = replace(self._manifest, clean=False, generation=self._manifest.generation + 1)
+        self._write(self._manifest)
+        self._usage.created, self._usage.open = False, True
+
+    def _write(self, manifest: Manifest) -> None:
+        if self._contents is not None:
+            manifest.write(Path(f"/proc/self/fd/{self._usage.folder}"))
 
     def mark_closed(self) -> None:
         """Writes a clean manifest and unlocks the home, after the last write.
@@ -369,7 +334,9 @@ class PersistentTier(DiskTier):
             return
         assert self._manifest is not None
         if self._contents is not None:
-            write_manifest(self._contents.fd, self._path, replace(self._manifest, clean=True))
+            # Contents -> manifest. Without this, a power cut leaves a clean manifest of what was never written.
+            os.fsync(self._contents.fd)
+        self._write(replace(self._manifest, clean=True))
         self._usage.open = False
         self._release_home()
 
@@ -378,10 +345,9 @@ class PersistentTier(DiskTier):
         self._release_home()
 
 
-def _difference(expected: bytes, got: bytes) -> str:
+def _difference(expected: list[str], got: list[str]) -> str:
     """The first tensor in which two descriptions differ."""
-    theirs, ours = got.decode(errors="replace").splitlines(), expected.decode().splitlines()
-    for line, other in zip(ours, theirs, strict=False):
-        if line != other:
-            return f"'{line}', got '{other}'"
-    return f"{len(ours) - 1} tensors, got {len(theirs) - 1}"
+    for ours, theirs in zip(expected, got, strict=False):
+        if ours != theirs:
+            return f"'{ours}', got '{theirs}'"
+    return f"{len(expected) - 1} tensors, got {len(got) - 1}"

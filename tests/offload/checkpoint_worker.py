@@ -168,7 +168,7 @@ def train(
         again = make(home, slices, keep=True, saved=True)
         assert all(torch.equal(value, trained[name]) for name, value in again.state_dict().items())
         again.close()
-        assert {path.name for path in Path(home).iterdir()} == {"home.lock", "model.home"}
+        assert {path.name for path in Path(home).iterdir()} == {"home.json", "home.lock", "model.home"}
     return dict(killer.counts), digest.hexdigest()
 
 

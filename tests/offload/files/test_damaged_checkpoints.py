@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, Pretrained, load_checkpoint, save_checkpoint
-from offload.files.save_folder import CRC, FILES, INDEX, SAVE, _sum_of
+from offload.files.save_folder import CRC, FILES, INDEX, SAVE
 from offload.files.tensor_file import ChecksumError, open_tensors
-from offload.files.untrusted import sum_of
+from offload.untrusted import sum_of, sum_of_values
 from tests.programs import run_program
 
 State = tuple[dict[str, Any], dict[str, Any], Any]
@@ -302,7 +302,7 @@ def with_sum_of(state: Path) -> None:
     metadata = index["metadata"]
     metadata[FILES][f"{state.parent.name}/{state.name}"] = sum_of(state)
     del metadata[CRC]
-    metadata[CRC] = _sum_of(index["weight_map"], metadata)
+    metadata[CRC] = sum_of_values([index["weight_map"], metadata])
     path.write_text(json.dumps(index))
 
 

@@ -421,30 +421,32 @@ def kept_homes_are_adopted_with_any_cuts(world: World) -> None:
     root = world.folder / "kept"
     kept = DiskHome(root, keep=True)
     mine = root / f"rank{world.rank}-of-{world.ranks}" / "model.home"
+    manifest = mine.with_name("home.json")
     model = world.model(build(), kept)
     old, values = b"", [whole(p.detach()) for p in model.parameters()]
     for slices in (2, 5):
         run(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), world, batches()[:1])
         values = [whole(p.detach()) for p in model.parameters()]
         model.close()
-        old, new = old or mine.read_bytes(), mine.read_bytes()
+        old = old or manifest.read_bytes()
         model = empty(slices=slices)
         assert holds(model), slices
     model.close()
-    new = mine.read_bytes()
+    contents, new = mine.read_bytes(), manifest.read_bytes()
     world.raises(HomeError, lambda: world.model(build(), kept), "values, too")
     if world.rank == 0:
         world.raises(HomeError, lambda: empty(mesh=None), "a mesh of processes")
-    truncated = ("truncated",) if world.rank == 0 else ("rank 0 of the mesh", "truncated")
+    damaged = ("understood",) if world.rank == 0 else ("rank 0 of the mesh", "understood")
     generations = ("one generation", f"rank {world.ranks - 1}")
-    for content, words in ((old, generations), (new[:-1], truncated), (None, ("expected a home on all ranks",))):
+    for content, words in ((old, generations), (new[:-1], damaged), (None, ("expected a home on all ranks",))):
         if world.rank == 0:
-            mine.unlink() if content is None else mine.write_bytes(content)
+            mine.unlink() if content is None else manifest.write_bytes(content)
         dist.barrier()
         world.raises(HomeError, empty, *words)
         dist.barrier()
     if world.rank == 0:
-        mine.write_bytes(new)
+        mine.write_bytes(contents)
+        manifest.write_bytes(new)
     dist.barrier()
     ended = [empty(slices=3)]
     assert holds(ended[0])

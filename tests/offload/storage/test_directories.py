@@ -21,8 +21,8 @@ from offload import (
     OffloadEmbeddingBag,
     OffloadModel,
 )
-from offload.storage.buffer import PAGE_BYTES, whole_pages
-from offload.storage.persistent import read_manifest
+from offload.storage.buffer import PAGE_BYTES
+from offload.storage.persistent import MANIFEST, read_manifest
 from tests.offload.open_files import open_files
 from tests.offload.persistent import everything, layers, offloaded, same, train
 
@@ -66,7 +66,7 @@ def test_a_change_of_the_working_directory_changes_nothing(
     assert same(before, everything(other))
     for one in (model, other):
         one.close()
-    left = {"home.lock", "model.home"}
+    left = {"home.json", "home.lock", "model.home"}
     for place in ("first", "second"):
         assert {name.split("/")[-1] for name in names(tmp_path / place)} <= left
 
@@ -156,14 +156,14 @@ def test_a_directory_may_have_any_name(tmp_path: Path, name: bytes) -> None:
 
 def changed_bytes(path: Path, draw: random.Random) -> None:
     """Of what describes the contents: these have no checksum."""
-    begin = whole_pages(read_manifest(path)[0].contents_bytes)
-    data = bytearray(path.read_bytes())
+    data = bytearray(path.with_name(MANIFEST).read_bytes())
     for _ in range(draw.choice([1, 1, 4, 64])):
-        data[draw.randrange(begin, len(data))] = draw.randrange(256)
-    path.write_bytes(data)
+        data[draw.randrange(len(data))] = draw.randrange(256)
+    path.with_name(MANIFEST).write_bytes(data)
 
 
 def cut_or_longer(path: Path, draw: random.Random) -> None:
+    path = path.with_name(draw.choice([path.name, MANIFEST]))
     data = path.read_bytes()
     at = draw.choice([0, 1, PAGE_BYTES, draw.randrange(len(data))])
     path.write_bytes(draw.choice([data[:at], data[at:], data + data[:at], data[:at] + data]))
@@ -171,20 +171,16 @@ def cut_or_longer(path: Path, draw: random.Random) -> None:
 
 def another_manifest(path: Path, draw: random.Random) -> None:
     """One that is consistent with itself, of other fields."""
-    manifest, _ = read_manifest(path)
+    manifest = read_manifest(path.parent)
     number = draw.choice([0, 1, 2, 7, PAGE_BYTES, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1])
     fields: dict[str, Any] = {
         "clean": bool(number % 2),
-        "contents_bytes": number,
-        "description_bytes": number,
-        "description_digest": draw.randbytes(16).hex(),
+        "nbytes": number,
+        "tensors": [str(number)],
         "format": str(number),
     }
     name = draw.choice(sorted(fields))
-    page = replace(manifest, **{name: fields[name]}).pack()
-    with path.open("r+b") as file:
-        file.seek(-PAGE_BYTES, os.SEEK_END)
-        file.write(page)
+    replace(manifest, **{name: fields[name]}).write(path.parent)
 
 
 @pytest.mark.parametrize("recover", [False, True])

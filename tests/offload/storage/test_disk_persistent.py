@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from offload import DiskHome, HomeError, OffloadEmbeddingBag
 from offload.storage import PersistentTier, Tier
-from offload.storage.buffer import PAGE_BYTES
 from offload.storage.persistent import read_manifest
 from tests.offload.persistent import WIDTH, everything, layers, offloaded, same, train
 from tests.offload.storage.test_tiers import TierContract
@@ -99,18 +98,16 @@ def test_offload_19_a_stale_or_foreign_file_with_the_right_name_is_never_trusted
 ) -> None:
     """diffusers trusts any file of the right name. Ours: one of another program."""
     folder, _ = left
-    path = folder / "model.home"
-    whole = path.read_bytes()
-    path.write_bytes(b"\x01" * len(whole))
-    assert_refused(folder, r"model.home: expected a file that ends with a manifest, .* another program")
+    (folder / "home.json").unlink()
+    assert_refused(folder, r"expected the manifest of a home: .*home.json")
+    (folder / "home.json").write_text('{"clean": true}')
+    assert_refused(folder, r"home.json: damaged, or of another program")
 
 
 def test_a_home_of_another_format_is_refused(left: tuple[Path, dict[str, Tensor]]) -> None:
-    path = left[0] / "model.home"
-    manifest = replace(read_manifest(path)[0], format="home 3")
-    path.write_bytes(path.read_bytes()[:-PAGE_BYTES] + manifest.pack())
+    replace(read_manifest(left[0]), format="home 3").write(left[0])
     assert_refused(
-        left[0], "model.home: expected the format 'home 4', got 'home 3'. Open it with the release that wrote"
+        left[0], "home.json: expected the format 'home 5', got 'home 3'. Open it with the release that wrote"
     )
     offloaded(layers(), left[0], overwrite=True).close()
     offloaded(layers("meta"), left[0]).close()

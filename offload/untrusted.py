@@ -25,10 +25,11 @@ __all__ = [
     "inside",
     "naming",
     "open_regular",
-    "parse_object",
-    "read_regular",
+    "read_object",
     "shown",
     "sum_of",
+    "sum_of_values",
+    "sync",
     "write_new",
 ]
 
@@ -48,11 +49,9 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None or str(path) in str(error):
+        if str(path) in str(error):
             raise
-        if error.errno is None:
-            raise OSError(f"{path}: {error}") from error
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -68,15 +67,6 @@ def open_regular(path: Path) -> BinaryIO:
         file.close()
         raise ValueError(f"{path}: expected a regular file, got one of mode {stat.filemode(mode)}")
     return file
-
-
-def read_regular(path: Path) -> bytes:
-    """All bytes of a regular file. Raises ValueError, before it reads, for more than :data:`MOST_BYTES`."""
-    with naming(path), open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MOST_BYTES:
-            raise ValueError(f"{path}: expected a file of at most {MOST_BYTES:,} bytes, got {size:,}")
-        return file.read(size)
 
 
 def sum_of(path: Path) -> str:
@@ -95,17 +85,41 @@ def write_new(path: Path, parts: Iterable[bytes | memoryview]) -> str:
     exists or cannot be written.
     """
     size, crc = 0, 0
-    with naming(path), open(path, "xb") as file:
-        for part in parts:
-            size, crc = size + len(part), zlib.crc32(part, crc)
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+    with naming(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            for part in parts:
+                size, crc = size + len(part), zlib.crc32(part, crc)
+                rest = memoryview(part)
+                while rest:  # one system call may write less
+                    rest = rest[os.write(fd, rest) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     return f"{size} bytes, crc32 {crc:08x}"
 
 
-def parse_object(text: bytes, path: Path, what: str) -> dict[str, Any]:
-    """The object in JSON text. Raises ValueError for other values and damaged text."""
+def sync(folder: Path) -> None:
+    """Waits until the entries of a directory are on the disk."""
+    with naming(folder):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def sum_of_values(values: Any) -> str:
+    """A checksum of what JSON can hold, in any order of its keys."""
+    return f"{zlib.crc32(json.dumps(values, sort_keys=True).encode()):08x}"
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError for other values, damaged text, more than :data:`MOST_BYTES`."""
+    with naming(path), open_regular(path) as file:
+        text = file.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{path}: expected an {what} of at most {MOST_BYTES:,} bytes, got more")
     try:
         found = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
