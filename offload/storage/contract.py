@@ -85,8 +85,6 @@ class Tier(ABC):
     on_device = False
     #: Whether stored weights outlive the model.
     keeps = False
-    #: Whether weights that it held before may belong to different steps.
-    recovers = False
 
     @property
     def staging_bytes(self) -> int:
