@@ -52,8 +52,6 @@ from offload.streaming.stored_values import StoredValues, deferring_values
 
 __all__ = ["INDEX", "Checkpoint", "generator_states", "load_checkpoint", "save_checkpoint"]
 
-NOT_COUNTED = -1  #: the steps of an optimizer that is not ours, in the file
-
 
 @dataclass(frozen=True)
 class _State:
@@ -63,7 +61,8 @@ class _State:
     optimizer: dict[str, Any] | None
     #: Values of the model that are no tensors.
     model: Mapping[str, Any]
-    step: int
+    #: See :class:`Checkpoint`.
+    step: int | None
     #: With a mesh, a list of those of all ranks.
     generators: Any
     extra: Any
@@ -184,7 +183,7 @@ def save_checkpoint(
         state = _State(
             optimizer=rest,
             model=others,
-            step=getattr(optimizer, "steps", NOT_COUNTED),
+            step=getattr(optimizer, "steps", None),
             generators=generators if ranks is None else ranks.exchange(generators),
             extra=extra,
         )
@@ -227,7 +226,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         raise FileNotFoundError(f"expected a checkpoint, got {what} (path={folder})") from error
     stored = index.open()
     saved = {name: tensor.mapped for name, tensor in stored.items()}
-    ranks, parts, state, state_dict = ranks_of(model), None, _State(None, {}, NOT_COUNTED, None, None), None
+    ranks, parts, state, state_dict = ranks_of(model), None, _State(None, {}, None, None, None), None
     if index.save is None:
         if optimizer is not None:
             raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
@@ -256,13 +255,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     if optimizer is not None and state_dict is not None:
         optimizer.load_state_dict(state_dict)
         if isinstance(optimizer, OffloadOptimizer):
-            optimizer.steps = max(0, state.step)
+            optimizer.steps = state.step or 0
         generators = state.generators
         if ranks is not None and isinstance(generators, list) and len(generators) == ranks.total:
             set_generator_states(generators[ranks.number])
         elif ranks is None and not isinstance(generators, list):
             set_generator_states(generators)
-    return Checkpoint(None if state.step == NOT_COUNTED else state.step, state.extra)
+    return Checkpoint(state.step, state.extra)
 
 
 def _check_owner(model: nn.Module, optimizer: Optimizer | None) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offload.files.tensor_file import StoredTensor, open_tensors
-from offload.untrusted import inside, naming, read_object, shown, sum_of, sum_of_values, sync, write_new
+from offload.untrusted import inside, read_object, shown, sum_of, sum_of_values, sync, write_new
 
 __all__ = ["INDEX", "SAVE", "ChecksumError", "Index", "Save", "read_index"]
 
@@ -141,12 +141,11 @@ class Save:
         Raises ValueError, and changes nothing, if another save writes to the directory, or if its index is not one of a
         checkpoint.
         """
-        with naming(self.folder):
-            if not self.folder.exists():
-                self.folder.mkdir(parents=True)
-                sync(self.folder.parent)
-            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._acquire(self._lock)
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+            sync(self.folder.parent)
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._acquire(self._lock)
         try:
             before = self._index()
         except ValueError as error:
@@ -158,8 +157,7 @@ class Save:
             )
         self.id = uuid.uuid4().hex
         self._remove(lambda id: before is None or id != before.save)
-        with naming(self.state):
-            self.state.mkdir()
+        self.state.mkdir()
         return self.id
 
     def commit(self, weight_map: Mapping[str, str], total_size: int) -> None:
@@ -170,8 +168,7 @@ class Save:
         write_new(new, [json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode()])
         sync(self.state)
         sync(self.folder)
-        with naming(self.folder / INDEX):
-            os.replace(new, self.folder / INDEX)
+        os.replace(new, self.folder / INDEX)
         sync(self.folder)
         self._remove(lambda id: id != self.id)
 
@@ -193,9 +190,6 @@ class Save:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
             lock, self._lock = self._lock, None
             os.close(lock)
-
-    def __del__(self) -> None:
-        self.release()
 
     def _acquire(self, lock: int) -> None:
         """Locks the directory as long as the descriptor is open."""

@@ -124,16 +124,13 @@ def available_bytes() -> int:
 
 def _direct_works(folder: Path) -> bool:
     """Whether ``folder`` supports direct I/O that is coherent with mappings."""
-    flag = getattr(os, "O_DIRECT", None)
-    if flag is None:
-        return False
     page = host_buffer(PAGE_BYTES)
     bytes_of_page = view_memory(page)
     try:
         with contextlib.ExitStack() as stack:
             probe = stack.enter_context(tempfile.NamedTemporaryFile(prefix="probe-", dir=folder))
             os.posix_fallocate(probe.fileno(), 0, PAGE_BYTES)
-            direct = os.open(probe.name, os.O_RDWR | os.O_CLOEXEC | flag)
+            direct = os.open(probe.name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
             stack.callback(os.close, direct)
             mapped = stack.enter_context(mmap.mmap(probe.fileno(), PAGE_BYTES))
             for value in (1, 2):

@@ -153,7 +153,7 @@ class PersistentTier(DiskTier):
         super().__init__(home, device, direct=home.direct)
         self._home = home
         self._path = self._root / _FILE
-        self._manifest: Manifest | None = None
+        self._manifest = Manifest(False, 0, [])
         self._new = True
         self._contents: DiskBlock | None = None
         path = self._root / "home.lock"
@@ -215,19 +215,18 @@ class PersistentTier(DiskTier):
 
     def contents(self) -> Block:
         """The weights, and what is stored behind them: the adopted file, or a new one."""
-        manifest = self._manifest
-        assert manifest is not None
+        nbytes = self._manifest.nbytes
         if self._contents is None:
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if self._new else 0)
             fd = os.open(self._path, flags, 0o600)
             try:
                 if self._new:
                     self._usage.created = True
-                    reserve(fd, self._path, whole_pages(manifest.nbytes), manifest.nbytes)
+                    reserve(fd, self._path, whole_pages(nbytes), nbytes)
             except BaseException:
                 os.close(fd)
                 raise
-            self._contents = DiskBlock(fd, self._path, manifest.nbytes, self.transfers)
+            self._contents = DiskBlock(fd, self._path, nbytes, self.transfers)
         return self._contents
 
     def weights(self, nbytes: int) -> Block:
@@ -236,7 +235,6 @@ class PersistentTier(DiskTier):
 
     def mark_open(self) -> None:
         """Marks the manifest as not clean, before the contents change: the model is constructed."""
-        assert self._manifest is not None
         self._write(self._manifest)
         self._usage.created, self._usage.open = False, True
 
@@ -251,7 +249,6 @@ class PersistentTier(DiskTier):
         """
         if not self._usage.open:
             return
-        assert self._manifest is not None
         if self._contents is not None:
             # Contents -> manifest. Without this, a power cut leaves a clean manifest of what was never written.
             os.fsync(self._contents.fd)
