@@ -30,7 +30,7 @@ from offload.progress import progress
 from offload.storage.buffer import view_memory
 from offload.storage.contract import bytes_of
 from offload.streaming.stored_values import StoredValues, stored_values
-from offload.untrusted import MOST_BYTES, WINDOW_BYTES, open_regular, write_new
+from offload.untrusted import MOST_BYTES, WINDOW_BYTES, naming, open_regular, write_new
 
 __all__ = ["StoredTensor", "open_tensors", "write_tensors"]
 
@@ -119,7 +119,7 @@ class StoredTensor:
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, also if another file takes its name. Raises ValueError for another format."""
     found: dict[str, StoredTensor] = {}
-    with open_regular(path) as file, warnings.catch_warnings():
+    with naming(path), open_regular(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that such tensors must not be written to
         try:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from gradcache import GradCache
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from offload import (
+    DiskHome,
     MemoryPolicy,
     OffloadModel,
     OffloadOptimizer,
@@ -578,6 +579,8 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     world.raises(ValueError, lambda: world.model(bare, mesh=three), "one dimension", "got 3")
     world.raises(TypeError, lambda: world.model(bare, mesh="cpu"), "DeviceMesh", "str")
     world.raises(ValueError, lambda: world.model(bare, store_dtype="split"), "store_dtype=", "mesh=")
+    kept = DiskHome(world.folder / "kept", keep=True)
+    world.raises(ValueError, lambda: world.model(bare, kept), "DiskHome(keep=True)", "without mesh=")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("offload.construction.compute_device", lambda device: torch.device("cuda", 0))
         for memory in ("1GiB", {"device": "1GiB", "host": "2GiB"}, MemoryPolicy.fixed(slots=2), None):
