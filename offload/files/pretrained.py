@@ -5,7 +5,7 @@ and types, so parameters are matched first; then each tensor is read once, into 
 
 Guarantees
     * An error lists everything that does not fit, before anything is written.
-    * Reading needs memory for one window where types differ, and none where they agree.
+    * Files are mapped, so reading needs no memory; a tensor that is converted for a device needs its own size once.
 """
 
 from __future__ import annotations

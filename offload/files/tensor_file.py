@@ -10,7 +10,8 @@ Guarantees
     * What is summed is what is written, also of a tensor that another thread writes meanwhile.
     * A file whose header is inconsistent, leaves gaps between tensors, or does not match the file's length, is refused
       when it is opened: by a ValueError that names it.
-    * Files are mapped to be read, shared and read-only, which counts as no memory of the process.
+    * Files are mapped to be read, shared and read-only, which counts as no memory of the process. As with any mapping,
+      a disk that fails meanwhile ends the process.
 """
 
 from __future__ import annotations
