@@ -185,13 +185,13 @@ def construct(
     calls = LayersInOrder(named) if in_order else OwnForward(model, named, around, device, given.param_dtype)
     meter = Meter(device)
     sharding = None if mesh is None else Sharding(mesh, given.gradient_divide_factor, meter, device)
-    tier = sharding.open_tier(offload_device, device) if sharding else open_tier(offload_device, device, keeps=True)
+    tier = open_tier(offload_device, device, keeps=sharding is None)
     # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
     undo.callback(tier.close)
     memory_limits = None if memory is None else limits_for(memory, cuts, needs, meter)
     if memory_limits is not None:
         undo.callback(memory_limits.release)
-    home = PersistentHome(tier, named, stored, around, sharding)
+    home = PersistentHome(tier, named, stored, around)
     # With a mesh, homes do not hold whole values to restore.
     every = {*model.parameters()}
     replaced = {*home.values} if sharding is None else every

@@ -566,7 +566,7 @@ def offload(
     try:
         state = construct(model, arguments, undo, in_order=in_order, one_each=one_each)
         _change(model, offloaded_kind, state, undo.callback)
-        if state.persistent_home.keeps and mesh is None:  # with a mesh, the others might have ended
+        if state.persistent_home.keeps:
             atexit.register(_close_at_exit, weakref.ref(model), os.getpid())
         return_freed_memory()
         # Within the try: an interrupt here is the last one that changes the model back.

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from offload.forms.quantised import stored_tensors
-from offload.mesh.shard import layout_of_parts
-from offload.mesh.sharding import Sharding
 from offload.meta_device.materialize import InPlace, Values
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
@@ -47,8 +45,7 @@ class PersistentHome:
     """Stores a model's buffers in its tier, and adopts an existing home; does nothing if the home is not kept.
 
     ``layers``: name and module of each. ``values``: sources of parameters and buffers that are not read from the home.
-    ``around``: modules outside of the layers, each without its children. ``sharding``: with a mesh, which stores a part
-    of the parameters in this home.
+    ``around``: modules outside of the layers, each without its children.
     Raises HomeError if a home cannot be used; the layers are as they were.
     """
 
@@ -58,7 +55,6 @@ class PersistentHome:
         layers: Mapping[str, nn.Module],
         values: Mapping[Tensor, Values],
         around: Mapping[str, nn.Module],
-        sharding: Sharding | None = None,
     ) -> None:
         self._tier = tier if isinstance(tier, PersistentTier) else None
         self._layers = dict(layers)
@@ -80,7 +76,7 @@ class PersistentHome:
                 f"keep=False, and save_checkpoint and load_checkpoint"
             )
         parameters = [each.parameter for each in stored]
-        lines, end = _weights(layers, sharding)
+        lines, end = _weights(layers)
         for name, buffer in self._on_device():
             end = aligned(end)
             lines.append(f"{name} {_kind(buffer)} {list(buffer.shape)} at {end}")
@@ -103,9 +99,7 @@ class PersistentHome:
         for path, module in self._around.items():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
-                    # With a mesh, users see DTensors of what each rank stores whole.
-                    local = getattr(tensor, "to_local", None)
-                    yield f"{path}.{key}".lstrip("."), tensor if local is None else local()
+                    yield f"{path}.{key}".lstrip("."), tensor
 
     @property
     def keeps(self) -> bool:
@@ -144,11 +138,10 @@ class PersistentHome:
                 self._block.write(bytes_of(dense), offset)
 
 
-def _weights(layers: Mapping[str, nn.Module], sharding: Sharding | None) -> tuple[list[str], int]:
+def _weights(layers: Mapping[str, nn.Module]) -> tuple[list[str], int]:
     """A line for each weight, as :func:`offload.streaming.layer_homes.make_shards` lays them out, and their bytes."""
-    places = LayerLayout() if sharding is None else layout_of_parts(sharding.ranks)
-    lines = [] if sharding is None else [f"rows of {sharding.name}"]
-    lines += [
+    places = LayerLayout()
+    lines = [
         f"{s.name} {_kind(s.parameter)} {list(s.parameter.shape)} strides {list(s.stride)} at {s.offset}"
         for name, layer in layers.items()
         for s in places.add(name, layer)

@@ -38,7 +38,7 @@ class _Boundary:
     """A tensor: in memory, in scratch space, or both."""
 
     __slots__ = (
-        "arrival", "cell", "fetching", "nbytes", "order", "place", "stays", "tensor", "ticket", "uses", "version",
+        "arrival", "cell", "fetching", "nbytes", "order", "place", "read_back", "stays", "tensor", "uses", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, place: Any, order: int, cell: Cell) -> None:
@@ -52,8 +52,8 @@ class _Boundary:
         self.uses = 0
         #: Whether it never leaves memory.
         self.stays = not is_plain(tensor)
-        #: Of it in scratch space.
-        self.ticket: Any = None
+        #: Reads it from scratch space.
+        self.read_back: Callable[[], Tensor] | None = None
         #: Of the write, and of the read that is under way, with what has been read.
         self.arrival: Arrival | None = None
         self.fetching: tuple[Arrival, list[Tensor]] | None = None
@@ -150,7 +150,7 @@ class Boundaries:
 
         def store() -> None:  # refers to this object, whose end closes the scratch space
             with self._meter.on_lane("boundary", token, nbytes):
-                boundary.ticket = self._scratch.store(tensor)
+                boundary.read_back = self._scratch.store(tensor)
 
         self._let_go(boundary)
         boundary.arrival = self._lane.submit("spill boundary", store)
@@ -203,8 +203,8 @@ class Boundaries:
 
         def fetch() -> None:
             with self._meter.on_lane("boundary", token, nbytes):
-                assert boundary.ticket is not None, "a boundary is read before it was written"
-                found.append(self._scratch.fetch(boundary.ticket))
+                assert boundary.read_back is not None, "a boundary is read before it was written"
+                found.append(boundary.read_back())
 
         self._meter.hold(nbytes)
         boundary.fetching = self._lane.submit("fetch boundary", fetch), found
@@ -226,7 +226,7 @@ class Boundaries:
     def _forget_later(self, order: int) -> None:
         """Frees the memory of what was read back for later cells, whose graph is retained."""
         for boundary in list(self._held.values()):
-            if boundary.order > order and boundary.ticket is not None and self._let_go(boundary):
+            if boundary.order > order and boundary.read_back is not None and self._let_go(boundary):
                 boundary.tensor = None
                 self._away[boundary.order] = boundary
                 self._done(Kind.FORGET, boundary.cell)

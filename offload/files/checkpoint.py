@@ -34,6 +34,7 @@ import sys
 import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,18 +43,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.files.parts import PARTS, StoredParts, named_states, on_all, ranks_of, write_parts
-from offload.files.save_folder import INDEX, Index, Save, read_index
-from offload.files.tensor_file import check_sum, open_tensors, write_tensors
+from offload.files.save_folder import INDEX, Save, read_index
+from offload.files.tensor_file import open_tensors, write_tensors
 from offload.forms.quantised import state_in_parts
-from offload.mesh.ranks import Ranks
 from offload.optim import OffloadOptimizer
 from offload.progress import progress
 from offload.streaming.stored_values import StoredValues, deferring_values
-from offload.untrusted import inside
 
 __all__ = ["INDEX", "Checkpoint", "generator_states", "load_checkpoint", "save_checkpoint"]
-
-NOT_COUNTED = -1  #: the steps of an optimizer that is not ours, in the file
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,8 @@ class _State:
     optimizer: dict[str, Any] | None
     #: Values of the model that are no tensors.
     model: Mapping[str, Any]
-    step: int
+    #: See :class:`Checkpoint`.
+    step: int | None
     #: With a mesh, a list of those of all ranks.
     generators: Any
     extra: Any
@@ -185,7 +183,7 @@ def save_checkpoint(
         state = _State(
             optimizer=rest,
             model=others,
-            step=getattr(optimizer, "steps", NOT_COUNTED),
+            step=getattr(optimizer, "steps", None),
             generators=generators if ranks is None else ranks.exchange(generators),
             extra=extra,
         )
@@ -226,17 +224,18 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     except FileNotFoundError as error:
         what = f"a directory without {INDEX}" if folder.is_dir() else "no directory"
         raise FileNotFoundError(f"expected a checkpoint, got {what} (path={folder})") from error
-    stored = index.open(verifies=False)
+    stored = index.open()
     saved = {name: tensor.mapped for name, tensor in stored.items()}
-    ranks, parts, state, state_dict = ranks_of(model), None, _State(None, {}, NOT_COUNTED, None, None), None
+    ranks, parts, state, state_dict = ranks_of(model), None, _State(None, {}, None, None, None), None
     if index.save is None:
         if optimizer is not None:
             raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
     else:
         states = folder / f"state-{index.save}"
-        wanted = [name for name in index.files if optimizer is not None or "/optimizer-" not in name]
+        wanted = [name for name in sorted(index.files) if optimizer is not None or "/optimizer-" not in name]
         # First, so that a damaged shape is not taken for another model.
-        _verify(index, wanted, ranks)
+        mine = wanted if ranks is None else wanted[ranks.number :: ranks.total]
+        on_all(ranks, partial(index.verify, mine))
         state = _State.read(states / "state.pt")
         if f"{states.name}/{PARTS}" in index.files:
             parts = StoredParts(states, [Path(name).name for name in index.files])
@@ -256,24 +255,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     if optimizer is not None and state_dict is not None:
         optimizer.load_state_dict(state_dict)
         if isinstance(optimizer, OffloadOptimizer):
-            optimizer.steps = max(0, state.step)
+            optimizer.steps = state.step or 0
         generators = state.generators
         if ranks is not None and isinstance(generators, list) and len(generators) == ranks.total:
             set_generator_states(generators[ranks.number])
         elif ranks is None and not isinstance(generators, list):
             set_generator_states(generators)
-    return Checkpoint(None if state.step == NOT_COUNTED else state.step, state.extra)
-
-
-def _verify(index: Index, names: Collection[str], ranks: Ranks | None) -> None:
-    """Compares the sums of files, each on one rank. All raise if one is damaged."""
-    mine = sorted(names) if ranks is None else sorted(names)[ranks.number :: ranks.total]
-
-    def check() -> None:
-        for name in mine:
-            check_sum(inside(index.path.parent, name, str(index.path)), index.files[name])
-
-    on_all(ranks, check)
+    return Checkpoint(state.step, state.extra)
 
 
 def _check_owner(model: nn.Module, optimizer: Optimizer | None) -> None:

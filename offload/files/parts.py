@@ -174,13 +174,7 @@ class StoredParts:
     def _reader(self) -> Any:
         """A reader of DCP that is given what is known of the parts, in place of unpickling it."""
         from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.metadata import StorageMeta
 
-        described = self._metadata
-
-        class Reader(FileSystemReader):
-            def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-                described.storage_meta = StorageMeta(load_id=self.load_id)
-                return described
-
-        return Reader(self._folder)
+        reader: Any = FileSystemReader(self._folder)
+        reader.read_metadata = lambda *args, **kwargs: self._metadata
+        return reader

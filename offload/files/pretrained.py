@@ -5,7 +5,7 @@ and types, so parameters are matched first; then each tensor is read once, into 
 
 Guarantees
     * An error lists everything that does not fit, before anything is written.
-    * Reading needs memory for one window where types differ, and none where they agree.
+    * Files are mapped, so reading needs no memory; a tensor that is converted for a device needs its own size once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Pretrained:
         self.path = Path(path).absolute()  # its files are opened later, too
         self.strict = strict
         self._stored: dict[str, StoredTensor] = {}
-        for stored in _stored_in(_resolved(self.path)).values():
+        path = _resolved(self.path)
+        self._index = read_index(path) if path.suffix == ".json" else None
+        for stored in (open_tensors(path) if self._index is None else self._index.open()).values():
             name = _renamed(stored.name, key_map)
             if name is None:
                 continue
@@ -74,7 +76,8 @@ class Pretrained:
     def match(self, modules: Mapping[str, nn.Module]) -> tuple[dict[Tensor, StoredTensor], Unmatched]:
         """The stored tensor for each tensor of some modules. A tensor with several names needs only one of them.
 
-        Raises ValueError that lists every difference in shapes, kinds of types and, if ``strict``, names.
+        The files of a checkpoint of ours are read once, to compare their checksums. Raises ValueError if one is
+        damaged, or that lists every difference in shapes, kinds of types and, if ``strict``, names.
         """
         tensors = tensors_of(modules)
         names: dict[Tensor, list[str]] = {}
@@ -106,6 +109,8 @@ class Pretrained:
             wrong += [f"not in the model: {', '.join(unexpected)}"] if unexpected else []
         if wrong:
             raise ValueError(f"{self.path} does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
+        if self._index is not None:
+            self._index.verify({*self._index.weight_map.values()})
         return found, Unmatched(missing, unexpected)
 
 
@@ -129,10 +134,7 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError, ValueError: see :class:`Pretrained`; or if shapes, kinds of types or, if ``strict``, names
-            differ. Nothing was written then.
-        ValueError: if the bytes of a tensor do not match its checksum; some parameters hold new values then, others
-            old ones.
-        OSError: if a file cannot be read; with the same consequence.
+            differ, or the bytes of a file do not match its checksum. Nothing was written then.
 
     Source: accelerate's ``load_checkpoint_in_model``, without a ``state_dict`` in between.
     """
@@ -184,8 +186,3 @@ def _resolved(path: Path) -> Path:
         if chosen:
             return chosen[0]
     raise FileNotFoundError(f"expected *{_INDEX_SUFFIX} or *.safetensors, got a directory without (path={path})")
-
-
-def _stored_in(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a file, or of an index."""
-    return read_index(path).open() if path.suffix == ".json" else open_tensors(path)

@@ -15,14 +15,14 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offload.files.tensor_file import ChecksumError, StoredTensor, open_tensors
-from offload.untrusted import inside, naming, read_object, shown, sum_of_values, sync, write_new
+from offload.files.tensor_file import StoredTensor, open_tensors
+from offload.untrusted import inside, read_object, shown, sum_of, sum_of_values, sync, write_new
 
-__all__ = ["INDEX", "SAVE", "Index", "Save", "read_index"]
+__all__ = ["INDEX", "SAVE", "ChecksumError", "Index", "Save", "read_index"]
 
 # --- Reads the index of safetensors files, and opens these: all fit the index and are of one save, or none is used ---
 
@@ -32,6 +32,10 @@ INDEX = "model.safetensors.index.json"
 #: In the metadata of the index of a checkpoint: the identity of the save; size and checksum of each of its files; and a
 #: checksum of all else in the index.
 SAVE, FILES, CRC = "gradstream_save", "gradstream_files", "gradstream_crc32"
+
+
+class ChecksumError(ValueError):
+    """The bytes of a file are not those that were written."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,18 @@ class Index:
     save: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
 
-    def open(self, *, verifies: bool = True) -> dict[str, StoredTensor]:
-        """The tensors of the model. ``verifies``: each file is verified before its first tensor is read.
+    def verify(self, names: Iterable[str]) -> None:
+        """Reads files, and compares their sizes and checksums where these are known. Raises ChecksumError."""
+        for name in names:
+            path, expected = inside(self.path.parent, name, str(self.path)), self.files.get(name)
+            if expected is not None and (found := sum_of(path)) != expected:
+                raise ChecksumError(
+                    f"{path}: the bytes are not those that were written ({found}, expected {expected}), and none of "
+                    f"them was loaded. Restore the file from a copy, or load another checkpoint"
+                )
+
+    def open(self) -> dict[str, StoredTensor]:
+        """The tensors of the model.
 
         Raises FileNotFoundError if some do not exist, ValueError if a name leaves the folder, a file is damaged, or
         does not hold what the index says.
@@ -56,8 +70,7 @@ class Index:
                 paths[name] = inside(self.path.parent, name, f"{self.path}: weight_map: {shown(tensor)}")
         if absent := sorted(name for name, path in paths.items() if not os.path.exists(path)):
             raise FileNotFoundError(f"{self.path} names files that do not exist: {', '.join(absent)}")
-        sums = self.files if verifies else {}
-        files = {name: open_tensors(path, sums.get(name)) for name, path in sorted(paths.items())}
+        files = {name: open_tensors(path) for name, path in sorted(paths.items())}
         if lost := [f"{tensor} in {name}" for tensor, name in self.weight_map.items() if tensor not in files[name]]:
             raise ValueError(f"{self.path} names tensors that the files do not hold: {', '.join(lost)}")
         return {tensor: files[name][tensor] for tensor, name in self.weight_map.items()}
@@ -128,12 +141,11 @@ class Save:
         Raises ValueError, and changes nothing, if another save writes to the directory, or if its index is not one of a
         checkpoint.
         """
-        with naming(self.folder):
-            if not self.folder.exists():
-                self.folder.mkdir(parents=True)
-                sync(self.folder.parent)
-            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._acquire(self._lock)
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+            sync(self.folder.parent)
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._acquire(self._lock)
         try:
             before = self._index()
         except ValueError as error:
@@ -145,8 +157,7 @@ class Save:
             )
         self.id = uuid.uuid4().hex
         self._remove(lambda id: before is None or id != before.save)
-        with naming(self.state):
-            self.state.mkdir()
+        self.state.mkdir()
         return self.id
 
     def commit(self, weight_map: Mapping[str, str], total_size: int) -> None:
@@ -157,8 +168,7 @@ class Save:
         write_new(new, [json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode()])
         sync(self.state)
         sync(self.folder)
-        with naming(self.folder / INDEX):
-            os.replace(new, self.folder / INDEX)
+        os.replace(new, self.folder / INDEX)
         sync(self.folder)
         self._remove(lambda id: id != self.id)
 
@@ -180,9 +190,6 @@ class Save:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
             lock, self._lock = self._lock, None
             os.close(lock)
-
-    def __del__(self) -> None:
-        self.release()
 
     def _acquire(self, lock: int) -> None:
         """Locks the directory as long as the descriptor is open."""

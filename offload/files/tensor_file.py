@@ -10,16 +10,16 @@ Guarantees
     * What is summed is what is written, also of a tensor that another thread writes meanwhile.
     * A file whose header is inconsistent, leaves gaps between tensors, or does not match the file's length, is refused
       when it is opened: by a ValueError that names it.
-    * Files are mapped to be read, shared and read-only, which counts as no memory of the process.
+    * Files are mapped to be read, shared and read-only, which counts as no memory of the process. As with any mapping,
+      a disk that fails meanwhile ends the process.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import mmap
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ from offload.progress import progress
 from offload.storage.buffer import view_memory
 from offload.storage.contract import bytes_of
 from offload.streaming.stored_values import StoredValues, stored_values
-from offload.untrusted import MOST_BYTES, WINDOW_BYTES, open_regular, sum_of, write_new
+from offload.untrusted import MOST_BYTES, WINDOW_BYTES, naming, open_regular, write_new
 
-__all__ = ["ChecksumError", "StoredTensor", "check_sum", "open_tensors", "write_tensors"]
+__all__ = ["StoredTensor", "open_tensors", "write_tensors"]
 
 _TYPES = {
     "F64": torch.float64,
@@ -59,19 +59,6 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 #: The data begins at a multiple of this, so that mapped tensors are aligned.
 _ALIGNMENT = 64
-
-
-class ChecksumError(ValueError):
-    """The bytes of a file are not those that were written."""
-
-
-def check_sum(path: Path, expected: str) -> None:
-    """Raises ChecksumError unless a file has the size and checksum noted when it was written."""
-    if (found := sum_of(path)) != expected:
-        raise ChecksumError(
-            f"{path}: the bytes are not those that were written ({found}, expected {expected}), and none of them was "
-            f"loaded. Restore the file from a copy, or load another checkpoint"
-        )
 
 
 def write_tensors(
@@ -114,16 +101,13 @@ class StoredTensor:
     name: str
     #: A read-only mapping: a write to it ends the process.
     mapped: Tensor
-    _verify: Callable[[], None]
 
     @torch.no_grad()
     def read_into(self, destination: Any) -> None:
         """Copies it to a tensor or StoredValues of equal shape, and of any type, strides and device.
 
-        Raises ChecksumError, before anything is written, if the file is not as it was written. Of a DTensor the part of
-        this rank is copied.
+        Of a DTensor the part of this rank is copied.
         """
-        self._verify()
         stored = destination if isinstance(destination, StoredValues) else stored_values(destination)
         if stored is not None:
             stored.write(self.mapped.to(stored.dtype))
@@ -133,14 +117,10 @@ class StoredTensor:
             destination.copy_(self.mapped)
 
 
-def open_tensors(path: Path, expected: str | None = None) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, also if another file takes its name. Raises ValueError for another format.
-
-    ``expected``: size and checksum, which are compared before the first tensor is read; None where they are not known.
-    """
-    verify = functools.cache(lambda: None if expected is None else check_sum(path, expected))
+def open_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, also if another file takes its name. Raises ValueError for another format."""
     found: dict[str, StoredTensor] = {}
-    with open_regular(path) as file, warnings.catch_warnings():
+    with naming(path), open_regular(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that such tensors must not be written to
         try:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -154,7 +134,7 @@ def open_tensors(path: Path, expected: str | None = None) -> dict[str, StoredTen
                 begin, end = end, end + tensor.nbytes
                 if entry["data_offsets"] != [begin, end]:
                     raise ValueError(f"{name} at {entry['data_offsets']}, expected {[begin, end]}")
-                found[name] = StoredTensor(name, _mapped(mapped, 8 + length + begin, tensor), verify)
+                found[name] = StoredTensor(name, _mapped(mapped, 8 + length + begin, tensor))
             if len(mapped) != 8 + length + end:
                 raise ValueError(f"{len(mapped):,} bytes, expected {8 + length + end:,}")
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:

@@ -35,7 +35,7 @@ from offload.streaming.slices import Slice, layout
 if TYPE_CHECKING:
     from offload.streaming.contract import PendingUpdate
 
-__all__ = ["MeshShard", "gather_parts", "layout_of_parts", "make_mesh_shards", "without_memory"]
+__all__ = ["MeshShard", "gather_parts", "make_mesh_shards", "without_memory"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -151,7 +151,7 @@ def without_memory(parameter: Tensor) -> Tensor:
     return torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
 
 
-def layout_of_parts(ranks: Ranks, elsewhere: Iterable[nn.Parameter] = ()) -> LayerLayout:
+def _layout_of_parts(ranks: Ranks, elsewhere: Iterable[nn.Parameter] = ()) -> LayerLayout:
     """Places this rank's rows of all parameters but those ``elsewhere``, each at the same offset on every rank.
 
     What ranks send of a shard is a copy of its home, so layers do not begin on pages: the padding would be sent.
@@ -184,7 +184,7 @@ def make_mesh_shards(
     ``whole_parts``: where parameters are stored that each rank stores whole.
     """
     materializer = Materializer(values)
-    whole_layout, places = (layout_of_parts(ranks, whole_parts) for _ in range(2))
+    whole_layout, places = (_layout_of_parts(ranks, whole_parts) for _ in range(2))
     for name, layer in layers:
         whole_layout.add(name, layer)
     weights = tier.weights(whole_layout.nbytes) if whole_layout.nbytes else None
@@ -205,7 +205,7 @@ def make_mesh_shards(
                 f"mesh= they would be initialised twice; build these layers on the CPU"
             )
         for whole in new:
-            if not (materializer.has_values(whole) or materializer.is_in_place(whole)):
+            if not materializer.has_values(whole):
                 whole.data = torch.empty_like(whole)  # what a file replaces is still needed if the construction fails
         materializer.fill()
         shard = MeshShard(index, first, [module for _, module in part_of_layers], tier=tier, ranks=ranks)
@@ -226,14 +226,12 @@ def make_mesh_shards(
             shard.own.append(mine)
             stored[whole] = shard, mine, part
             home = shard.home_view(mine)
-            if not materializer.is_in_place(whole):
-                home.copy_(one.detach())
+            home.copy_(one.detach())
             one.data = home
             if whole.grad is not None:
                 one.grad, whole.grad = whole.grad[begin:end].clone(), None
             whole.data = without_memory(whole)
-        adopted = all(map(materializer.is_in_place, new))
-        if shard.home is not None and (tier.recovers or not adopted):
+        if shard.home is not None:
             ranks.copy_first_replica(shard.home.tensor)
         shards.append(shard)
         first += count

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +15,7 @@ from offload.mesh.ranks import Ranks, check_devices, transport_for
 from offload.mesh.shard import MeshShard, make_mesh_shards
 from offload.mesh.sharded import MeshParameters, resident_parts
 from offload.meta_device.materialize import Values
-from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
-from offload.storage.persistent import RANKS, homes_in
+from offload.storage import Tier
 from offload.streaming.lane import CopyLanes, ThreadCopyLane
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
@@ -94,35 +90,6 @@ class Sharding:
     def __init__(self, mesh: DeviceMesh, divide_factor: float | None, meter: Meter, device: torch.device) -> None:
         self.ranks = Ranks(mesh, divide_factor, meter, transport_for(device))
         self._sums = LocalSums(meter)
-
-    @property
-    def name(self) -> str:
-        """A name for the part of the model that this rank stores."""
-        return self._name(self.ranks.rank, self.ranks.replica)
-
-    def _name(self, rank: int, replica: int) -> str:
-        return f"rank{rank}-of-{self.ranks.count}" + (f"-replica{replica}" if self.ranks.replicas > 1 else "")
-
-    def open_tier(self, offload_device: str | torch.device | os.PathLike[str], device: torch.device) -> Tier:
-        """The storage of this rank: of a home that is kept, a directory of its own.
-
-        Raises HomeError if the directory holds the home of another number of processes.
-        """
-        if not (isinstance(offload_device, DiskHome) and offload_device.keep):
-            return open_tier(offload_device, device)
-        root = Path(offload_device)
-        ours = {self._name(k, n) for k in range(self.ranks.count) for n in range(self.ranks.replicas)}
-        others = [f"in {path}" for path in homes_in(root)]
-        others += {path.name for path in homes_in(root, RANKS)} - ours
-        found = [answer for answer in self.ranks.exchange(sorted(others)) if answer]
-        if found:
-            raise HomeError(
-                f"{str(root)!r} holds a home of another number of processes already ({found[0][0]}), expected one of "
-                f"{self.name}. Use as many processes as it was made with, or load a checkpoint into a home in another "
-                f"directory"
-            )
-        mine = replace(offload_device, directory=root / self.name)
-        return PersistentTier(mine, device, self.ranks.exchange)
 
     def open_lanes(self, device: torch.device) -> CopyLanes:
         """Lanes of copies: loads are collectives.

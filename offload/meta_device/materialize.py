@@ -77,10 +77,6 @@ class Materializer:
         """Whether a parameter's current values are to be copied to storage."""
         return parameter not in self._empty and parameter not in self._stored
 
-    def is_in_place(self, parameter: nn.Parameter) -> bool:
-        """Whether storage holds a parameter's values already."""
-        return isinstance(self._stored.get(parameter), InPlace)
-
     def is_empty(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter has memory that was never written."""
         return parameter in self._empty

@@ -42,7 +42,7 @@ def open_tier(
         return DiskTier(home, device, direct=home.direct)
     if home is not None:
         if not keeps:
-            raise ValueError("DiskHome(keep=True) is supported by OffloadModel only; pass a directory")
+            raise ValueError("DiskHome(keep=True) is supported by OffloadModel without mesh= only; pass a directory")
         return PersistentTier(home, device)
     if not isinstance(offload_device, (str, torch.device)):
         raise TypeError(

@@ -75,9 +75,8 @@ def host_buffer(nbytes: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     # Private: huge pages of shared mappings have a system setting of their own, which is usually off.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 
@@ -179,12 +178,7 @@ def on_own_storages(values: Iterable[Any]) -> dict[int, Tensor]:
 PIECE = 1 << 17
 
 
-class _Kept(threading.local):
-    def __init__(self) -> None:
-        self.memory: dict[Hashable, Tensor] = {}
-
-
-_kept = _Kept()
+_kept = threading.local()
 
 
 def thread_memory(name: Hashable, count: int, dtype: torch.dtype) -> Tensor:
@@ -193,11 +187,12 @@ def thread_memory(name: Hashable, count: int, dtype: torch.dtype) -> Tensor:
     A name keeps as many bytes as it was ever asked for, until the thread ends. OSError without memory.
     """
     nbytes = count * dtype.itemsize
-    memory = _kept.memory.get(name)
+    kept: Any = vars(_kept)  # of this thread
+    memory: Tensor | None = kept.get(name)
     if memory is None or memory.numel() < nbytes:
-        _kept.memory.pop(name, None)
+        kept.pop(name, None)
         memory = None  # before the larger one is made
         # Else later writes outside of inference mode would be refused.
         with torch.inference_mode(False):
-            memory = _kept.memory[name] = host_buffer(nbytes)
+            memory = kept[name] = host_buffer(nbytes)
     return memory[:nbytes].view(dtype)

@@ -8,6 +8,7 @@ the block of all: a range of its bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -63,15 +64,14 @@ class Scratch(ABC):
     name: str
 
     @abstractmethod
-    def store(self, tensor: Tensor) -> object:
-        """Stores a copy of a tensor and returns its ticket. Dense strides are preserved, others become contiguous."""
+    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Stores a copy of a tensor. What is returned makes a new tensor on the compute device, equal to it.
 
-    @abstractmethod
-    def fetch(self, ticket: object) -> Tensor:
-        """A new tensor on the compute device, equal to the stored one."""
+        Dense strides are preserved, others become contiguous.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Frees what tickets do not hold."""
+        """Frees files; what was stored in them cannot be read any more."""
 
 
 class Tier(ABC):
@@ -85,8 +85,6 @@ class Tier(ABC):
     on_device = False
     #: Whether stored weights outlive the model.
     keeps = False
-    #: Whether weights that it held before may belong to different steps.
-    recovers = False
 
     @property
     def staging_bytes(self) -> int:

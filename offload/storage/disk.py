@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,20 +53,6 @@ def _new_file(folder: Path, label: str) -> int:
 # --- Stores boundaries on disk --------------------------------------------------------------------------------------
 
 
-class _Ticket(NamedTuple):
-    """Place and layout of a stored tensor, without a meta tensor, which would fragment the heap.
-
-    It would live as long as the step, between blocks that each cell allocates and frees, and the gaps would be too
-    small for the next ones.
-    """
-
-    offset: int
-    nbytes: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class DiskScratch(Scratch):
     """Boundaries in one file of a folder."""
 
@@ -75,43 +60,39 @@ class DiskScratch(Scratch):
         self.name = name
         self._folder = folder
         self._device = device
-        self._opened: int | None = None
+        self._fd: int | None = None
         self._file_bytes = 0
 
-    def _open(self) -> int:
-        """Opens the file, at first use: most steps keep their boundaries in memory."""
-        fd = self._opened = _new_file(self._folder, "boundaries")
-        self._finalizer = WhenFreed(partial(os.close, fd))
-        return fd
-
     def _move(self, call: Callable[..., int], data: Tensor, offset: int) -> None:
-        opened = self._open() if self._opened is None else self._opened
-        move_all(call, opened, view_memory(data), offset, "boundary file")
+        if self._fd is None:  # at first use: most steps keep their boundaries in memory
+            self._fd = _new_file(self._folder, "boundaries")
+            self._closes = WhenFreed(partial(os.close, self._fd))
+        move_all(call, self._fd, view_memory(data), offset, "boundary file")
 
-    def store(self, tensor: Tensor) -> object:
+    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Writes a tensor behind those before it."""
         tensor = tensor.resolve_conj().resolve_neg()
         stride = torch.empty_like(tensor, device="meta").stride()
         dense = tensor.cpu() if stride == tensor.stride() else torch.empty_like(tensor, device="cpu").copy_(tensor)
-        data = bytes_of(dense)
-        nbytes, offset = data.numel(), self._file_bytes
-        self._file_bytes += nbytes
-        if nbytes:
-            self._move(os.pwritev, data, offset)
-        return _Ticket(offset, nbytes, tuple(tensor.size()), stride, tensor.dtype)
+        offset = self._file_bytes
+        self._file_bytes += dense.nbytes
+        if dense.numel():
+            self._move(os.pwritev, bytes_of(dense), offset)
+        # Without a meta tensor, which would fragment the heap: it would live as long as the step, between blocks that
+        # each cell allocates and frees, and the gaps would be too small for the next ones.
+        return partial(self.fetch, offset, tuple(tensor.size()), stride, tensor.dtype)
 
-    def fetch(self, ticket: object) -> Tensor:
+    def fetch(self, offset: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Reads a tensor back."""
-        assert isinstance(ticket, _Ticket), "read before it was written"
-        tensor = torch.empty_strided(ticket.size, ticket.stride, dtype=ticket.dtype)
-        if ticket.nbytes:
-            self._move(os.preadv, bytes_of(tensor), ticket.offset)
+        tensor = torch.empty_strided(size, stride, dtype=dtype)
+        if tensor.numel():
+            self._move(os.preadv, bytes_of(tensor), offset)
         return tensor.to(self._device)
 
     def close(self) -> None:
         """Removes the file."""
-        if self._opened is not None:
-            self._finalizer()
+        if self._fd is not None:
+            self._closes()
 
 
 class DiskBlock(Block):

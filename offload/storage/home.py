@@ -18,18 +18,16 @@ class DiskHome(os.PathLike[str]):
             disks, a directory on a RAID 0 of them.
         keep: whether the weights and buffers outlive the model. If the directory holds no home yet, one is created
             from the layers' values. If it does, the model uses it as it is and reads only the buffers; the layers must
-            then be on the meta device, and may be cut into other shards. With a mesh each rank keeps its part, which as
-            many processes use again. Call ``model.close()`` at the end; a model that
-            lives when the program ends is closed then. The home of one that was killed, or was collected before, may be
-            incomplete and raises an error. Optimizer states are not stored: a home is no
-            checkpoint (see :func:`~offload.save_checkpoint`).
+            then be on the meta device, and may be cut into other shards. It does not support ``mesh=``. Call
+            ``model.close()`` at the end; a model that lives when the program ends is closed then. The home of one that
+            was killed, or was collected before, may be incomplete and raises an error. Optimizer states are not stored:
+            a home is no checkpoint (see :func:`~offload.save_checkpoint`).
         overwrite: with ``keep``, create the home again and remove the one that the directory holds.
-        recover: with ``keep``, accept also a home whose model ended without ``close()``, with a warning. Size, tensors,
-            offsets and, with a mesh, generations are verified as always. Weights are those of the last update, and
-            shards may belong to different steps if the process ended during one; buffers, and parameters outside of
-            blocks, are those of the last ``close()``, or those that the model was made with. It is also unknown whether
-            a home that was never closed was ever complete, and whether all writes reached the disk if the system
-            crashed.
+        recover: with ``keep``, accept also a home whose model ended without ``close()``, with a warning. Size, tensors
+            and offsets are verified as always. Weights are those of the last update, and shards may belong to different
+            steps if the process ended during one; buffers, and parameters outside of blocks, are those of the last
+            ``close()``, or those that the model was made with. It is also unknown whether all writes reached the disk
+            if the system crashed.
         direct: whether files are read and written without the page cache. None: whichever is faster, which depends on
             their size and the available memory (see :mod:`offload.storage.page_cache`).
     """

@@ -5,6 +5,8 @@ Weights, gradients and states that are in the memory of the compute device are u
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -90,20 +92,15 @@ class DeviceTier(Tier):
 
 
 class HostScratch(Scratch):
-    """Boundaries of a device, in page-locked host memory. A ticket is the host tensor."""
+    """Boundaries of a device, in page-locked host memory."""
 
     name = "host"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def store(self, tensor: Tensor) -> object:
-        """Copies to the host on the current stream."""
+    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Copies to the host on the current stream, and back on that of the caller."""
         stored = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         stored.copy_(tensor, non_blocking=True)
-        return stored
-
-    def fetch(self, ticket: object) -> Tensor:
-        """Copies to the device on the current stream."""
-        assert isinstance(ticket, Tensor)
-        return ticket.to(self._device, non_blocking=True, copy=True)
+        return lambda: stored.to(self._device, non_blocking=True, copy=True)

@@ -26,8 +26,8 @@ import contextlib
 import mmap
 import os
 import tempfile
-import threading
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import psutil
@@ -69,8 +69,6 @@ class PageCache:
         self._usages: dict[CacheUsage, None] = {}  # in order of creation
         self._decided = False
         self._bytes_until_recheck = RECHECK_BYTES
-        self._works: bool | None = None
-        self._lock = threading.Lock()
 
     def register(self, nbytes: int, *, cyclic: bool) -> CacheUsage:
         """Registers a new block."""
@@ -95,12 +93,11 @@ class PageCache:
         """Whether to use direct I/O for a block now."""
         if self._wanted is None and not self._decided:
             self._decide()
-        wanted = usage.direct if self._wanted is None else self._wanted
-        if wanted and self._works is None:
-            with self._lock:
-                if self._works is None:
-                    self._works = _direct_works(self._folder)
-        return wanted and bool(self._works)
+        return (usage.direct if self._wanted is None else self._wanted) and self._works
+
+    @cached_property
+    def _works(self) -> bool:
+        return _direct_works(self._folder)
 
     def _decide(self) -> None:
         self._decided = True  # first, so that a change during this call causes another one
@@ -127,16 +124,13 @@ def available_bytes() -> int:
 
 def _direct_works(folder: Path) -> bool:
     """Whether ``folder`` supports direct I/O that is coherent with mappings."""
-    flag = getattr(os, "O_DIRECT", None)
-    if flag is None:
-        return False
     page = host_buffer(PAGE_BYTES)
     bytes_of_page = view_memory(page)
     try:
         with contextlib.ExitStack() as stack:
             probe = stack.enter_context(tempfile.NamedTemporaryFile(prefix="probe-", dir=folder))
             os.posix_fallocate(probe.fileno(), 0, PAGE_BYTES)
-            direct = os.open(probe.name, os.O_RDWR | os.O_CLOEXEC | flag)
+            direct = os.open(probe.name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
             stack.callback(os.close, direct)
             mapped = stack.enter_context(mmap.mmap(probe.fileno(), PAGE_BYTES))
             for value in (1, 2):

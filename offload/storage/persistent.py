@@ -8,16 +8,12 @@
 
 Gradients, optimizer states and boundaries are in files without names.
 
-With a mesh of processes each rank has such a directory of its own below the one that is given, ``rank0-of-2``. What it
-has opened is compared with what its peers have.
-
 Weights lie layer by layer, so the file does not depend on the cuts into shards: a model of the same layers adopts the
 home with any cuts (:mod:`offload.streaming.layer_homes`).
 
 Guarantees
-    * The file is adopted only if it is complete, was closed, and holds the same tensors at the same offsets; on all
-      ranks of a mesh, of one home and one generation. It is neither copied nor initialised. A refused one is not
-      changed.
+    * The file is adopted only if it is complete, was closed, and holds the same tensors at the same offsets. It is
+      neither copied nor initialised. A refused one is not changed.
     * From :meth:`PersistentTier.mark_open`, before the first write, until :meth:`PersistentTier.mark_closed` the
       manifest is not clean, so a home that a crash left half written is recognised.
     * Files are overwritten only on request, and only one model at a time uses a home.
@@ -29,14 +25,12 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 import stat
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -47,12 +41,10 @@ from offload.storage.home import DiskHome
 from offload.untrusted import read_object, sum_of_values, sync, write_new
 from pipe.process import finalize_here
 
-__all__ = ["MANIFEST", "RANKS", "HomeError", "Manifest", "PersistentTier", "homes_in", "read_manifest"]
+__all__ = ["MANIFEST", "HomeError", "Manifest", "PersistentTier", "read_manifest"]
 
 _FORMAT = "home 5"
 _FILE, MANIFEST = "model.home", "home.json"
-#: Names of the directories of the ranks of a mesh.
-RANKS = "rank*-of-*"
 
 #: Advice for a damaged file.
 RESTORE = "Restore all files of the directory, or create the home again with DiskHome(..., overwrite=True)"
@@ -71,10 +63,6 @@ class Manifest:
     nbytes: int
     #: A line for each tensor, so that an error can name the first one that differs.
     tensors: list[str]
-    #: How often the home was opened; equal on all ranks of a mesh.
-    generation: int
-    #: Random identity of the home.
-    home: str
     format: str = _FORMAT
 
     def write(self, folder: Path) -> None:
@@ -118,12 +106,6 @@ def _size_of(path: Path) -> int:
     return found.st_size
 
 
-def homes_in(root: Path, folders: str | None = None) -> list[Path]:
-    """The directories of homes: a directory, or ``folders`` of it."""
-    found = [root] if folders is None else sorted(root.glob(folders))
-    return [folder for folder in found if os.path.lexists(folder / _FILE)]
-
-
 @dataclass
 class _Usage:
     """The use of a home by one tier, which ends when the tier is closed or collected."""
@@ -158,33 +140,21 @@ def _remove(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-#: What one process found in its directory: why the home cannot be used, if it cannot; the manifest, if there is a home;
-#: and the identity of a new home.
-_Found = tuple[str | None, Manifest | None, str]
-
-
 class PersistentTier(DiskTier):
     """Weights and buffers in a persistent file; gradients, optimizer states and boundaries in temporary ones.
 
     Call in this order: :meth:`adopt`, :meth:`contents`, :meth:`mark_open`, :meth:`mark_closed`. Raises HomeError if
     another model uses the home.
-
-    ``exchange``: returns what each of the processes that store the model together answers; None if there is one.
     """
 
     keeps = True
 
-    def __init__(
-        self, home: DiskHome, device: torch.device, exchange: Callable[[Any], list[Any]] = lambda mine: [mine]
-    ) -> None:
+    def __init__(self, home: DiskHome, device: torch.device) -> None:
         super().__init__(home, device, direct=home.direct)
         self._home = home
-        self.recovers = home.recover
-        self._exchange = exchange
         self._path = self._root / _FILE
-        self._manifest: Manifest | None = None
+        self._manifest = Manifest(False, 0, [])
         self._new = True
-        self._tensors: list[str] = []
         self._contents: DiskBlock | None = None
         path = self._root / "home.lock"
         if os.path.lexists(path):
@@ -205,109 +175,58 @@ class PersistentTier(DiskTier):
         """Verifies the home in the directory, if there is one; returns whether there is.
 
         ``lines``: one for each tensor in its ``nbytes``: name, type, shape, strides, offset. ``blank``: whether the
-        layers have no values of their own. Raises HomeError, on all ranks, which names the file and what to do, if the
-        unchanged home cannot be used.
+        layers have no values of their own. Raises HomeError, which names the file and what to do, if the unchanged home
+        cannot be used.
         """
-        self._tensors = [f"bytes are {sys.byteorder}-endian", *lines]
-        error, manifest = None, None
-        try:
-            manifest = self._checked(nbytes, blank=blank)
-        except HomeError as found:
-            error = found
-        mine: _Found = None if error is None else str(error), manifest, secrets.token_hex(16)
-        everybody: list[_Found] = self._exchange(mine)
-        if error is not None:
-            raise error
-        self._compare(manifest, everybody)
-        if manifest is None:
-            self._manifest = Manifest(False, nbytes, self._tensors, 0, everybody[0][2])
-            return False
-        last = max(other.generation for _, other, _ in everybody if other is not None)
-        self._manifest, self._new = replace(manifest, generation=last), False
-        return True
-
-    def _checked(self, nbytes: int, *, blank: bool) -> Manifest | None:
-        """The manifest of the file in the directory, which fits the model; None if there is no home."""
         root, path = self._root, self._path
+        mine = self._manifest = Manifest(False, nbytes, [f"bytes are {sys.byteorder}-endian", *lines])
         if self._home.overwrite:
             _remove(root)
-        if not homes_in(root):
-            if others := [each.name for each in homes_in(root, RANKS)]:
-                raise HomeError(
-                    f"{str(root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
-                    f"or load a checkpoint into a home in another directory"
-                )
-            return None
+        if not os.path.lexists(path):
+            return False
         if not blank:
             raise HomeError(
                 f"{str(root)!r} holds a home already, and the layers have values, too. Build the layers on the "
                 f"meta device (and without pretrained=) to adopt the home; or replace it with "
                 f"DiskHome(..., overwrite=True); or use another directory"
             )
-        manifest = read_manifest(root)
-        if (manifest.tensors, manifest.nbytes) != (self._tensors, nbytes):
+        found = read_manifest(root)
+        if replace(found, clean=False) != mine:
             raise HomeError(
-                f"{path}: expected {_difference(self._tensors, manifest.tensors)}. Pass the layers that the home was "
+                f"{path}: expected {_difference(mine.tensors, found.tensors)}. Pass the layers that the home was "
                 f"created with, or use another directory"
             )
-        if manifest.clean:
-            return manifest
-        if not self._home.recover:
+        if not found.clean and not self._home.recover:
             raise HomeError(
                 f"{path}: expected a home that was closed, but the model that used it ended without close(), and may "
                 f"have left it incomplete. Load the last checkpoint into a new home, DiskHome(..., overwrite=True); or "
                 f"use it as it is, DiskHome(..., recover=True)"
             )
-        warnings.warn(
-            f"recovering the home in {str(root)!r}, whose model ended without close(): its contents cannot be "
-            f"verified. Shards may be of different steps, and buffers are those of the last close(), with parameters "
-            f"outside of blocks; compare with a checkpoint or an evaluation before you continue",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return manifest
-
-    def _compare(self, mine: Manifest | None, everybody: Sequence[_Found]) -> None:
-        """Raises HomeError if the directories do not hold parts of one home and generation. All processes raise."""
-        for rank, (error, other, _) in enumerate(everybody):
-            if error is not None:
-                raise HomeError(f"rank {rank} of the mesh cannot use its part of the home: {error}")
-            if (other is None) != (mine is None):
-                some, none = ("this rank", f"rank {rank}") if mine else (f"rank {rank}", "this rank")
-                raise HomeError(
-                    f"expected a home on all ranks of the mesh or on none, but {some} has its part and {none} has none "
-                    f"(in {self._root} for this rank). {RESTORE}"
-                )
-        files = [other for _, other, _ in everybody if other is not None]
-        if not files:
-            return
-        shut, opened = ({m.generation for m in files if m.clean is state} for state in (True, False))
-        # A process that ended while it opened a home wrote nothing but its manifest, of the next generation.
-        one_step = self._home.recover and len(shut) == len(opened) == 1 and opened == {min(shut) + 1}
-        if len({m.home for m in files}) > 1 or not (len(shut | opened) == 1 or one_step):
-            parts = (
-                f"rank {k}: {m.home[:8]} {m.generation} {'closed' if m.clean else 'open'}" for k, m in enumerate(files)
+        if not found.clean:
+            warnings.warn(
+                f"recovering the home in {str(root)!r}, whose model ended without close(): its contents cannot be "
+                f"verified. Shards may be of different steps, and buffers are those of the last close(), with "
+                f"parameters outside of blocks; compare with a checkpoint or an evaluation before you continue",
+                RuntimeWarning,
+                stacklevel=2,
             )
-            raise HomeError(
-                f"expected parts of one home and one generation in the directories of all ranks of the mesh, got "
-                f"{', '.join(parts)} (home, generation, and whether it was closed). {RESTORE}"
-            )
+        self._new = False
+        return True
 
     def contents(self) -> Block:
         """The weights, and what is stored behind them: the adopted file, or a new one."""
-        manifest = self._manifest
-        assert manifest is not None
+        nbytes = self._manifest.nbytes
         if self._contents is None:
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if self._new else 0)
             fd = os.open(self._path, flags, 0o600)
             try:
                 if self._new:
                     self._usage.created = True
-                    reserve(fd, self._path, whole_pages(manifest.nbytes), manifest.nbytes)
+                    reserve(fd, self._path, whole_pages(nbytes), nbytes)
             except BaseException:
                 os.close(fd)
                 raise
-            self._contents = DiskBlock(fd, self._path, manifest.nbytes, self.transfers)
+            self._contents = DiskBlock(fd, self._path, nbytes, self.transfers)
         return self._contents
 
     def weights(self, nbytes: int) -> Block:
@@ -316,8 +235,6 @@ class PersistentTier(DiskTier):
 
     def mark_open(self) -> None:
         """Marks the manifest as not clean, before the contents change: the model is constructed."""
-        assert self._manifest is not None
-        self._manifest = replace(self._manifest, clean=False, generation=self._manifest.generation + 1)
         self._write(self._manifest)
         self._usage.created, self._usage.open = False, True
 
@@ -332,7 +249,6 @@ class PersistentTier(DiskTier):
         """
         if not self._usage.open:
             return
-        assert self._manifest is not None
         if self._contents is not None:
             # Contents -> manifest. Without this, a power cut leaves a clean manifest of what was never written.
             os.fsync(self._contents.fd)

@@ -18,11 +18,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from queue import LifoQueue
 
 import torch
 from torch import Tensor
@@ -100,22 +100,19 @@ class Staging:
     def __init__(self, link: Link, count: int, buffer_bytes: int) -> None:
         self.link = link
         self._buffer_bytes = buffer_bytes
-        #: Buffers and their fences; None: one that is not allocated yet, behind those that are.
-        self._free: deque[tuple[Tensor | None, Fence | None]] = deque([(None, None)] * count)
-        self._changed = threading.Condition()
+        #: Buffers and their fences; None: one that is not allocated yet, taken after those that are.
+        self._free: LifoQueue[tuple[Tensor | None, Fence | None]] = LifoQueue()
+        for _ in range(count):
+            self._free.put((None, None))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all allocated buffers that are not in use."""
-        with self._changed:
-            return sum(buffer is not None for buffer, _ in self._free) * self._buffer_bytes
+        return sum(buffer is not None for buffer, _ in [*self._free.queue]) * self._buffer_bytes
 
     def acquire_buffer(self) -> Tensor:
         """Takes a buffer; if all are in use, waits for one."""
-        with self._changed:
-            while not self._free:
-                self._changed.wait()
-            buffer, fence = self._free.popleft()
+        buffer, fence = self._free.get()
         if buffer is None:
             try:
                 buffer = host_buffer(self._buffer_bytes)
@@ -130,9 +127,7 @@ class Staging:
 
     def release(self, buffer: Tensor | None, fence: Fence | None = None) -> None:
         """Returns a buffer; it is reused after ``fence``."""
-        with self._changed:
-            self._free.appendleft((buffer, fence))
-            self._changed.notify()
+        self._free.put((buffer, fence))
 
 
 #: Concurrent requests to one disk.

@@ -159,8 +159,7 @@ def test_a_configuration_gives_the_published_number_of_parameters(
 
 def test_files_of_50_gigabytes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
-    for place in (f"{StoredTensor.__module__}.StoredTensor.read_into", f"{StoredTensor.__module__}.check_sum"):
-        monkeypatch.setattr(place, lambda *_: pytest.fail("values were read"))
+    monkeypatch.setattr(StoredTensor, "read_into", lambda *_: pytest.fail("values were read"))
     large = LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 28}
     (tmp_path / "config.json").write_text(json.dumps(large), encoding="utf-8")
     sparse_file(tmp_path / "model.safetensors", 50 << 30)

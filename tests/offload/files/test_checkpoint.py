@@ -334,7 +334,8 @@ def test_each_of_many_faults_names_its_file_and_leaves_the_save_before(
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[action] += 1
             if (action, calls[action]) == fatal:
-                raise OSError(errno.EIO, "Input/output error")
+                names = [] if isinstance(args[0], int) else [os.fspath(args[0])]  # as the system's errors do
+                raise OSError(errno.EIO, "Input/output error", *names)
             return originals[action](*args, **kwargs)
 
         return call

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, Pretrained, load_checkpoint, save_checkpoint
-from offload.files.save_folder import CRC, FILES, INDEX, SAVE
-from offload.files.tensor_file import ChecksumError, open_tensors
+from offload.files.save_folder import CRC, FILES, INDEX, SAVE, ChecksumError
+from offload.files.tensor_file import open_tensors
 from offload.untrusted import sum_of, sum_of_values
 from tests.programs import run_program
 

@@ -26,7 +26,6 @@ from gradcache import GradCache
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from offload import (
     DiskHome,
-    HomeError,
     MemoryPolicy,
     OffloadModel,
     OffloadOptimizer,
@@ -408,58 +407,6 @@ def loads_wait_for_updates_that_are_late(world: World) -> None:
             del output
 
 
-def kept_homes_are_adopted_with_any_cuts(world: World) -> None:
-    """Each rank keeps its own part in one directory; the parts are used together or not at all."""
-
-    def empty(**how: Any) -> OffloadModel:
-        how = {"home": kept, **how}
-        return world.model(build(meta=True), **how)
-
-    def holds(model: OffloadModel) -> bool:
-        return all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), values))
-
-    root = world.folder / "kept"
-    kept = DiskHome(root, keep=True)
-    mine = root / f"rank{world.rank}-of-{world.ranks}" / "model.home"
-    manifest = mine.with_name("home.json")
-    model = world.model(build(), kept)
-    old, values = b"", [whole(p.detach()) for p in model.parameters()]
-    for slices in (2, 5):
-        run(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), world, batches()[:1])
-        values = [whole(p.detach()) for p in model.parameters()]
-        model.close()
-        old = old or manifest.read_bytes()
-        model = empty(slices=slices)
-        assert holds(model), slices
-    model.close()
-    contents, new = mine.read_bytes(), manifest.read_bytes()
-    world.raises(HomeError, lambda: world.model(build(), kept), "values, too")
-    if world.rank == 0:
-        world.raises(HomeError, lambda: empty(mesh=None), "a mesh of processes")
-    damaged = ("understood",) if world.rank == 0 else ("rank 0 of the mesh", "understood")
-    generations = ("one generation", f"rank {world.ranks - 1}")
-    for content, words in ((old, generations), (new[:-1], damaged), (None, ("expected a home on all ranks",))):
-        if world.rank == 0:
-            mine.unlink() if content is None else manifest.write_bytes(content)
-        dist.barrier()
-        world.raises(HomeError, empty, *words)
-        dist.barrier()
-    if world.rank == 0:
-        mine.write_bytes(contents)
-        manifest.write_bytes(new)
-    dist.barrier()
-    ended = [empty(slices=3)]
-    assert holds(ended[0])
-    with pytest.warns(RuntimeWarning, match="without close"):
-        ended.clear()  # as after a crash
-    dist.barrier()
-    world.raises(HomeError, empty, "without close")
-    with pytest.warns(RuntimeWarning, match="recovering"):
-        model = empty(home=DiskHome(root, keep=True, recover=True), slices=3)
-    assert holds(model)
-    model.close()
-
-
 def a_mesh_of_one_is_the_engine_without_a_mesh(world: World) -> None:
     alone = init_device_mesh("cpu", (world.ranks, 1), mesh_dim_names=("replicate", "shard"))["shard"]
     model, plain = world.model(build(), mesh=alone), world.model(build(), mesh=None)
@@ -632,6 +579,8 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     world.raises(ValueError, lambda: world.model(bare, mesh=three), "one dimension", "got 3")
     world.raises(TypeError, lambda: world.model(bare, mesh="cpu"), "DeviceMesh", "str")
     world.raises(ValueError, lambda: world.model(bare, store_dtype="split"), "store_dtype=", "mesh=")
+    kept = DiskHome(world.folder / "kept", keep=True)
+    world.raises(ValueError, lambda: world.model(bare, kept), "DiskHome(keep=True)", "without mesh=")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("offload.construction.compute_device", lambda device: torch.device("cuda", 0))
         for memory in ("1GiB", {"device": "1GiB", "host": "2GiB"}, MemoryPolicy.fixed(slots=2), None):
@@ -666,7 +615,6 @@ OF_TWO = [
     updates_wait_for_the_next_load_and_change_no_bit,
     loads_wait_for_updates_that_are_late,
     gradients_and_states_of_16_bits_are_those_of_one_process,
-    kept_homes_are_adopted_with_any_cuts,
     a_mesh_of_one_is_the_engine_without_a_mesh,
     checkpoints_and_weights_of_one_process_are_read_by_all_ranks,
     checkpoints_of_all_ranks_are_read_by_any_number,

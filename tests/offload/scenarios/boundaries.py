@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,10 +47,10 @@ def what_leaves_memory_comes_back(monkeypatch: pytest.MonkeyPatch, path: Path) -
 @fails_with("the allocator does not know its user")
 def memory_read_back_is_known_to_be_used_by_compute(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     boundaries, scratch = _boundaries(path)
-    cuda, fetched, read = LateCuda(monkeypatch), list[OnDevice](), scratch.fetch
+    cuda, fetched, read = LateCuda(monkeypatch), list[OnDevice](), scratch.fetch  # type: ignore[attr-defined]
 
-    def fetch(ticket: object) -> OnDevice:
-        tensor = read(ticket).as_subclass(OnDevice)
+    def fetch(*place: Any) -> OnDevice:
+        tensor = read(*place).as_subclass(OnDevice)
         tensor.users = []
         fetched.append(tensor)
         return tensor

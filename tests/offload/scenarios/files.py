@@ -20,7 +20,6 @@ from offload.optim.io_buffers import IOBufferPool, Read, Write
 from offload.storage import DiskTier
 from offload.storage.buffer import host_buffer
 from offload.storage.disk import DiskBlock
-from offload.storage.page_cache import PageCache
 from offload.storage.transfer import Link, Staging
 from pipe.threads import Future, Threads
 from tests.offload.late import LateLane, run_late
@@ -126,6 +125,21 @@ def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path
 # --- buffers that lanes share ---------------------------------------------------------------------------------------
 
 
+@fails_with("overwritten before it was copied")
+def a_buffer_is_used_again_after_the_copy_out_of_it(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    link = LateLink()
+    staging = Staging(link, 1, 16)
+    device = torch.zeros(16, dtype=torch.uint8)
+    for piece in (1, 2):
+        buffer = staging.acquire_buffer()
+        buffer.fill_(piece)
+        assert piece == 1 or (device == 1).all(), "overwritten before it was copied"
+        staging.release(buffer, link.copy(device, buffer))
+
+
+# --- what several threads look at -----------------------------------------------------------------------------------
+
+
 class Condition:
     """A lock, or a condition. A thread that waits for it is helped by ``helper``, once, and then waits for ever."""
 
@@ -171,59 +185,6 @@ class Guarded(deque[Any]):
 
 for name in ("__len__", "__iter__", "popleft", "append", "appendleft", "clear"):
     setattr(Guarded, name, partialmethod(Guarded._looked, name))
-
-
-def _staging(link: Link, count: int = 1) -> tuple[Staging, Condition]:
-    staging, condition = Staging(link, count, 16), Condition()
-    staging._changed = condition  # type: ignore[assignment]
-    free = staging._free
-    staging._free = Guarded(condition)
-    with condition:
-        staging._free.extend(free)
-    return staging, condition
-
-
-@fails_with(
-    "no waiter was notified",
-    "the queue was read without its lock",
-    "pop from an empty deque",
-    error=(AssertionError, IndexError),
-)
-def a_lane_waits_for_a_buffer_of_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    staging, condition = _staging(LateLink())
-    held = staging.acquire_buffer()
-    condition.helper = lambda: staging.release(held)
-    assert staging.acquire_buffer() is held
-    assert condition.notified == 1, "no waiter was notified"
-    assert staging.nbytes == 0
-
-
-@fails_with("overwritten before it was copied")
-def a_buffer_is_used_again_after_the_copy_out_of_it(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    link = LateLink()
-    staging, _ = _staging(link)
-    device = torch.zeros(16, dtype=torch.uint8)
-    for piece in (1, 2):
-        buffer = staging.acquire_buffer()
-        buffer.fill_(piece)
-        assert piece == 1 or (device == 1).all(), "overwritten before it was copied"
-        staging.release(buffer, link.copy(device, buffer))
-
-
-# --- what several threads look at -----------------------------------------------------------------------------------
-
-
-@fails_with("two threads would write the same probe")
-def one_thread_finds_out_what_the_file_system_can(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    cache, lock = PageCache(path, True), Condition()
-    cache._lock = lock  # type: ignore[assignment]
-
-    def probe(folder: Path) -> bool:
-        assert lock.held, "two threads would write the same probe"
-        return True
-
-    monkeypatch.setattr("offload.storage.page_cache._direct_works", probe)
-    assert cache.direct(cache.register(1, cyclic=False))
 
 
 # --- the I/O buffers of an optimizer -------------------------------------------------------------------------------

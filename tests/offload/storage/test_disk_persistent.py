@@ -206,7 +206,7 @@ def test_what_a_home_cannot_be_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             DiskHome(tmp_path, **choices)
-    with pytest.raises(ValueError, match="supported by OffloadModel only"):
+    with pytest.raises(ValueError, match="supported by OffloadModel without mesh= only"):
         OffloadEmbeddingBag(4, 4, offload_device=DiskHome(tmp_path, keep=True))
     for several in (3, [tmp_path], [tmp_path / "a", tmp_path / "b"]):
         with pytest.raises(TypeError, match=r"expected one directory, got .*RAID 0"):

@@ -112,12 +112,12 @@ class TestDiskTier(TierContract):
             torch.randn(1, 3).expand(4, 3),
             torch.randn(2, 3, dtype=torch.bfloat16),
         ]
-        tickets = [scratch.store(tensor) for tensor in tensors]
-        for tensor, ticket in zip(tensors, tickets, strict=True):
-            back = scratch.fetch(ticket)
+        stored = [scratch.store(tensor) for tensor in tensors]
+        for tensor, read_back in zip(tensors, stored, strict=True):
+            back = read_back()
             assert back.dtype == tensor.dtype
             assert torch.equal(back, tensor)
-        assert scratch.fetch(tickets[6]).stride() == tensors[6].stride()
+        assert stored[6]().stride() == tensors[6].stride()
 
     def test_files_have_no_names_and_end_with_their_blocks(self, tmp_path: Path) -> None:
         tier = DiskTier(tmp_path, CPU)

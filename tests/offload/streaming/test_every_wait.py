@@ -43,13 +43,6 @@ NEEDS: dict[Scenario, list[str]] = {
     files.a_discarded_prefetch_never_lands: [
         "optim.io_buffers IOBuffer.clear: job.cancel()",
     ],
-    files.a_lane_waits_for_a_buffer_of_another: [
-        "storage.transfer Staging.nbytes: with self._changed",
-        "storage.transfer Staging.acquire_buffer: with self._changed",
-        "storage.transfer Staging.acquire_buffer: self._changed.wait()",
-        "storage.transfer Staging.release: with self._changed",
-        "storage.transfer Staging.release: self._changed.notify()",
-    ],
     files.a_read_is_done_when_it_returns: [
         "storage.transfer Transfers.move: helpers[-1].run_or_wait()",
     ],
@@ -68,9 +61,6 @@ NEEDS: dict[Scenario, list[str]] = {
     ],
     files.an_update_that_failed_goes_on_nowhere: [
         "optim.update Update._run: self.buffer_pool.wait_idle()",
-    ],
-    files.one_thread_finds_out_what_the_file_system_can: [
-        "storage.page_cache PageCache.direct: with self._lock",
     ],
     files.weights_are_there_when_they_are_updated: [
         "optim.update Update._run: filling.run_or_wait()",
