@@ -65,13 +65,12 @@ def check_separate(stored: Iterable[StoredTensor]) -> None:
                 )
 
 
-def check_choices(num_slices: int | None, num_microbatches: int | None, param_dtype: torch.dtype | None) -> None:
+def check_choices(num_slices: int | None, num_microbatches: int, param_dtype: torch.dtype | None) -> None:
     """Checks types and ranges of the arguments of the same names."""
     if param_dtype is not None and not (isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point):
         raise TypeError(f"expected a floating-point torch.dtype, got param_dtype={param_dtype!r}")
-    planned = num_microbatches is None
-    if not planned and (type(num_microbatches) is not int or num_microbatches < 1):
-        raise ValueError(f"expected an integer of at least 1, or None, got num_microbatches={num_microbatches!r}")
+    if type(num_microbatches) is not int or num_microbatches < 1:
+        raise ValueError(f"expected an integer of at least 1, got num_microbatches={num_microbatches!r}")
     if num_slices is not None and (not isinstance(num_slices, int) or isinstance(num_slices, bool)):
         raise TypeError(f"expected the number of shards, or None, got num_slices={num_slices!r}")
 

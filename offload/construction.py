@@ -25,7 +25,6 @@ from offload.forms.quantised import check_storable, is_taken_apart, separate, st
 from offload.limits import MemoryLimits
 from offload.memory import MemoryArguments, Needs, layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh
-from offload.microbatches import MicroBatches
 from offload.persistence import PersistentHome
 from offload.planner.mesh_planner import plan_memory
 from offload.planning.budget import GAPS_SHARE
@@ -57,7 +56,7 @@ class Arguments:
     offload_device: torch.device | str | os.PathLike[str]
     num_slices: int | None
     checkpoint_activation: bool | None
-    num_microbatches: int | None
+    num_microbatches: int
     memory: MemoryPolicy | MemoryArguments | int | str | Mapping[str, int | str] | None
     param_dtype: torch.dtype | None
     store_dtype: torch.dtype | str | None
@@ -128,11 +127,6 @@ def construct(
     check_gradient_dtype(given.gradient_dtype, accumulates=given.accumulate_in_gradient_dtype)
     resources = memory_of(given.memory, plans=plans, mesh=mesh, device=device)
     recompute = resources.recomputes(given.checkpoint_activation)
-    if given.num_microbatches is None and not (in_order and resources.bounds and recompute):
-        raise ValueError(
-            "num_microbatches=None needs layers that are called one after the other, and a memory whose plan chooses "
-            "them; pass the number of micro-batches"
-        )
     ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
     replicas = 1 if mesh is None else mesh.size() // ranks
     offload_device = home_of(offload_device) or offload_device
@@ -228,7 +222,7 @@ def construct(
     if memory_limits is not None and recompute:
         plan_memory(homes, memory_limits, resources.policy)
     home.begin()
-    calls.micro_batches = MicroBatches(given.num_microbatches, homes)
+    calls.micro_batches = given.num_microbatches
     return Offloaded(
         kind=type(model),
         arguments=copied,

@@ -25,11 +25,11 @@ from offload.engine.homes import ModelHomes
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.loading import adapted, build_model, names_of_transformers
-from offload.microbatches import MicroBatches
 from offload.module import refuse_copies, refuse_moves, show_values, store_values
 from offload.planner.prediction import Estimate, next_plan, predict_step
 from offload.planning.budget import shown_bytes
 from offload.planning.plan import Plan
+from offload.planning.rows import split
 from offload.policy import MemoryPolicy
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.streamer import share_slots
@@ -68,7 +68,7 @@ class OffloadModel(nn.Module):
         offload_device: torch.device | str | os.PathLike[str] = "cpu",
         num_slices: int | None = None,
         checkpoint_activation: bool | None = None,
-        num_microbatches: int | None = 1,
+        num_microbatches: int = 1,
         **options: Any,
     ) -> M:
         """Changes ``model`` and returns it."""
@@ -154,9 +154,10 @@ class OffloadModel(nn.Module):
     def _engine(self) -> Engine:
         return self._offloaded.calls.engine
 
-    @property
-    def _micro_batches(self) -> MicroBatches:
-        return self._offloaded.calls.micro_batches
+    def _rows(self, batch_rows: int | None) -> Sequence[int]:
+        """Rows of each micro-batch; one row each where nothing is known of the batch."""
+        count = self._offloaded.calls.micro_batches
+        return split(batch_rows or count, min(count, batch_rows or count))
 
     @property
     def hf_device_map(self) -> dict[str, Any]:
@@ -260,7 +261,7 @@ class OffloadModel(nn.Module):
             training: whether there is a backward.
         """
         ran = self._homes.steps.last(batch_rows, training=training)
-        return ran or next_plan(self._homes, self._micro_batches.rows(batch_rows), training=training)
+        return ran or next_plan(self._homes, self._rows(batch_rows), training=training)
 
     def estimate(self, batch_rows: int) -> Estimate:
         """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, bytes at the peak.
@@ -273,7 +274,7 @@ class OffloadModel(nn.Module):
             RuntimeError: if no training step has run yet.
             ValueError: if ``memory`` is too small for such a batch.
         """
-        return predict_step(self._homes, self._micro_batches.rows(batch_rows))
+        return predict_step(self._homes, self._rows(batch_rows))
 
     def memory_report(self) -> MemoryReport:
         """How steps use the memory that they may, and why: ``print(model.memory_report())``.
@@ -447,7 +448,7 @@ def offload(
     *,
     num_slices: int | None = None,
     checkpoint_activation: bool | None = None,
-    num_microbatches: int | None = 1,
+    num_microbatches: int = 1,
     memory: MemoryPolicy | int | str | Mapping[str, int | str] | None = None,
     param_dtype: torch.dtype | None = None,
     store_dtype: torch.dtype | str | None = None,
@@ -488,9 +489,7 @@ def offload(
             runs all of them. Any number of rows; the last micro-batch may be smaller. The result is that of the bare
             model where layers treat each row on its own. Layers that look across rows (batch normalisation) see one
             micro-batch at a time, and random numbers are drawn shard by shard and micro-batch by micro-batch: with more
-            than one, a model with dropout draws other masks than the bare model does. None, with ``memory`` and layers
-            that are called one after the other: as few as fit, from the second training step on, by what the first one
-            measured; always one where layers look across rows, or draw and the policy's ``join_chunks`` is not True.
+            than one, a model with dropout draws other masks than the bare model does.
         memory: the memory that the model, its optimizer and its steps may use: bytes, a string such as ``"2GiB"``,
             ``"auto"`` for what the machine has free, ``{"device": ..., "host": ...}``, or a
             :class:`~offload.MemoryPolicy`, which says what counts. Decides ``num_slices`` and

@@ -18,7 +18,6 @@ from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
 from offload.limits import cell_bytes
-from offload.microbatches import MicroBatches
 from offload.planner.memory_planner import TooLargeError
 from offload.planning.rows import (
     by_chunk,
@@ -51,7 +50,8 @@ class LayersInOrder:
     homes: ModelHomes
     #: Runs the layers while autograd drives.
     engine: Engine
-    micro_batches: MicroBatches
+    #: Into how many parts a batch is split.
+    micro_batches: int
 
     def __init__(self, named: Mapping[str, nn.Module]) -> None:
         #: The layers by their names in the model.
@@ -68,7 +68,7 @@ class LayersInOrder:
     def run(self, model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs of a call of the model."""
         self._check_arguments(inputs, kwargs)
-        chunks = split_nested((inputs, kwargs), self.micro_batches.count((inputs, kwargs)))
+        chunks = split_nested((inputs, kwargs), self.micro_batches)
         answered = offered(model, chunks)
         if answered is not None:
             return gather_nested(answered)

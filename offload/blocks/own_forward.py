@@ -20,7 +20,6 @@ from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.structure import Structure
 from offload.forms.quantised import is_taken_apart, refresh, stored_tensors
 from offload.meta_device.materialize import Materializer, Values
-from offload.microbatches import MicroBatches
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import map_tensors, tensors_in
@@ -75,7 +74,8 @@ class OwnForward:
     homes: ModelHomes
     #: Runs the blocks while autograd drives.
     engine: Engine
-    micro_batches: MicroBatches
+    #: Into how many parts a batch is split.
+    micro_batches: int
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class OwnForward:
         """The outputs of a call of the model."""
         self._check_model()
         call = self._brought((inputs, self._without_cache(kwargs)))
-        forward_on, count = partial(self._forward, model), self.micro_batches.count(call)
+        forward_on, count = partial(self._forward, model), self.micro_batches
         one = count == 1
         chunks = [call] if one else split_nested(call, count)
         # Before parameters are replaced: code around this model compares the state of its modules here.

@@ -26,7 +26,7 @@ from offload.forms.weight_forms import WeightForm
 from offload.mesh.public import PublicParameters
 from offload.mesh.sharding import Sharding
 from offload.meta_device.materialize import Values, move_buffers
-from offload.planning.rows import RowUnits, looks_across_rows
+from offload.planning.rows import RowUnits
 from offload.planning.step_model import OutsideBytes
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
@@ -370,22 +370,6 @@ class ModelHomes:
             )
             for shard in self.shards
         ]
-
-    def microbatches(self, rows: int, units: float | None = None) -> int:
-        """Micro-batches of a training batch of so many rows: as few as fit; 1 where the result would be another.
-
-        ``units``: as how many these rows count, if they are not as long as those of the first batch.
-        """
-        planner = self.steps.planner
-        if planner is None or not torch.is_grad_enabled():
-            return 1
-        engine = self._engine()
-        draws = engine is None or engine.draws
-        layers = [layer for shard in self.shards for layer in shard.layers]
-        if (draws and not self.policy.join_chunks) or looks_across_rows(layers):
-            return 1
-        count: int = planner.microbatches(rows, rows if units is None else units)
-        return count
 
     def memory_report(self) -> MemoryReport:
         """See :meth:`OffloadModel.memory_report <offload.OffloadModel.memory_report>`."""

@@ -33,8 +33,8 @@ from offload.planner.measured import (
 )
 from offload.planner.step_memory import StepMemory, bound_of
 from offload.planning.budget import GAPS_SHARE, shown_bytes
-from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, least_limit, predict
-from offload.planning.rows import remember, shown, split
+from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_limit, predict
+from offload.planning.rows import remember, shown
 from offload.planning.step_model import Choice, Given, StepModel
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
@@ -44,11 +44,6 @@ from pipe.nested import tensors_in
 __all__ = ["MemoryPlanner", "TooLargeError"]
 
 _logger = logging.getLogger("offload")
-
-#: Of a limit of memory, where micro-batches are chosen, what steps take beside counted bytes: one part in so many.
-UNCOUNTED_SHARE = 4
-#: Of the sizes of a step, what depends on which cells have kept their graphs before.
-PROFILES = ("recomputed", "kept", "selected_bytes_per_row")
 
 
 class TooLargeError(ValueError):
@@ -61,13 +56,9 @@ class MemoryPlanner:
     def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         self._limits = limits
         self._given = Given(*(getattr(policy, name) for name in Given._fields))
-        #: Whether bytes decide how often a batch is cut, or which chunks run together, and with that the last bits of
-        #: results, which are the same in each process: what fits by counted bytes is not refused for a measured margin.
+        #: Whether bytes decide which chunks run together, and with that the last bits of results, which are the same in
+        #: each process: what fits by counted bytes is not refused for a measured margin.
         self._decided_by_count = policy.activation_bytes is not None
-        #: Rows of a batch, as how many they count, and what is held beside steps -> its micro-batches.
-        self._counts: dict[tuple[int, float, int, bool], int] = {}
-        #: What the first step, whose plan is the same in every process, has measured of cells.
-        self._first_profiles: dict[str, Any] = {}
         self._model_planned = weakref.ref(homes)  # without it, a cycle with its steps
         self._streamer, self._optimizers = homes.streamer, homes.streamer.gradient_offload.optimizers
         self._device = homes.device
@@ -108,35 +99,6 @@ class MemoryPlanner:
     @property
     def _in_memory(self) -> frozenset[int]:
         return self._streamer.in_place()
-
-    def microbatches(self, rows: int, units: float) -> int:
-        """The least number of micro-batches with which a batch of so many rows fits, of powers of two and the most.
-
-        ``units``: as how many these rows count, see :mod:`.rows`.
-
-        One before a step has run. Sums over micro-batches round differently, so the number follows from bytes that are
-        counted: neither from the present plan, which times decide, nor from what a process took beside them.
-        """
-        self._decided_by_count = True
-        if not self._steps_done:
-            return 1
-        key = rows, units, self._homes.outside_bytes().begins, self._optimizers.awaits_states()
-        if key not in self._counts:
-            count = 1
-            while count < rows and not self._fits_in_parts(units, count):
-                count = min(2 * count, rows)
-            remember(self._counts, key, count)
-        return self._counts[key]
-
-    def _fits_in_parts(self, units: float, count: int) -> bool:
-        """Whether the leanest plan fits for a batch that is cut into so many micro-batches, by bytes that are counted.
-
-        A part of the limit is left to what steps take beside these, such as the graph of the loss.
-        """
-        model = self._model(split(units, count))
-        transfers = model.transfer_bytes - (self._homes.tier.staging_bytes if self._memory.on_host else 0)
-        model = replace(model, margin_bytes=0, transfer_bytes=transfers, **self._first_profiles)
-        return least_bytes(model, self._leanest(model)) <= self.limit_bytes - self.limit_bytes // UNCOUNTED_SHARE
 
     def _leanest(self, model: StepModel) -> Choice:
         return Choice(min(self._given.slots or model.least_slots, model.shards))
@@ -204,8 +166,6 @@ class MemoryPlanner:
         self._measured_seconds = time.perf_counter() - self._began
         predicted = self._prediction
         if self._steps_done == 1:
-            model = self._model(rows)
-            self._first_profiles = {name: getattr(model, name) for name in PROFILES}
             self._due, self._in_vain = True, None
         self.return_excess()
         margin = self._memory.margin_bytes

@@ -103,11 +103,9 @@ def rounded_up(units: float, rows: int) -> float:
     return math.ceil(units / step) * step
 
 
-def split(units: float, count: int) -> list[float]:
-    """The sizes of the parts of a batch."""
-    if not isinstance(units, int):
-        return [units / count] * count
-    return [units // count + (i < units % count) for i in range(count)]
+def split(rows: int, count: int) -> list[int]:
+    """The rows of the parts of a batch."""
+    return [rows // count + (i < rows % count) for i in range(count)]
 
 
 def shown(units: float) -> str:

@@ -6,7 +6,6 @@ import copy
 import re
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -355,57 +354,3 @@ def test_fewer_or_smaller_micro_batches_than_ran_are_not_refused(
             step(shapes)
     with pytest.raises(ValueError, match="takes at least"):
         step(refused)
-
-
-@pytest.mark.filterwarnings("ignore:a step of micro-batches:RuntimeWarning")  # of what the losses of large ones take
-def test_a_batch_that_fits_only_in_parts_is_cut_into_as_few_as_fit_by_no_clock_and_no_measured_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, sizes, now, found = stack().eval(), (64, 64, 3000, 1500, 64), time.perf_counter, []
-    for disturbed in (False, True):
-        bare = copy.deepcopy(plain)
-        model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, num_microbatches=None, memory="40MiB")
-        ours, theirs = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), torch.optim.SGD(bare.parameters(), lr=0.1)
-        planner, counts, losses = planner_of(model), [], []
-        with monkeypatch.context() as patch:
-            if disturbed:
-                patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 400 * MIB)
-                patch.setattr(time, "perf_counter", lambda: 3 * now())
-            for rows in sizes:
-                if rows == 3000:
-                    count = planner.microbatches(rows, rows)
-                    assert planner._fits_in_parts(rows, count)
-                    assert not planner._fits_in_parts(rows, count // 2)
-                train(bare, theirs, 1, rows)
-                losses += train(model, ours, 1, rows)
-                counts.append(len({action.microbatch for action in model.plan(rows).actions} - {None}))
-        assert counts[0] == counts[1] == counts[4] == 1
-        assert counts[2] > counts[3] >= 1
-        for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
-        found.append((counts, losses))
-        model.close()
-    assert found[0] == found[1]
-
-
-def test_a_batch_is_not_cut_where_layers_draw_or_look_across_rows(tmp_path: Path) -> None:
-    normalises = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
-    for layers, policy in ((stack(), {}), (normalises, {"join_chunks": True})):
-        memory = MemoryPolicy("40MiB", **policy)
-        model = OffloadModel(layers, "cpu", tmp_path, num_microbatches=None, memory=memory)
-        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-        train(model, optimizer, 2)
-        with pytest.raises(ValueError, match="or more micro-batches"):
-            train(model, optimizer, 1, rows=100_000)
-    model, optimizer = made(tmp_path, MemoryPolicy("40MiB", join_chunks=True), num_microbatches=None)
-    train(model, optimizer, 2)
-    assert model._homes.microbatches(6000) > 1
-
-
-def test_micro_batches_are_planned_only_where_a_memory_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"num_microbatches=None needs .* a memory whose plan chooses"):
-        OffloadModel(stack(), "cpu", tmp_path, num_slices=3, checkpoint_activation=True, num_microbatches=None)
-    holder = nn.Module()
-    holder.blocks = nn.ModuleList(stack())
-    with pytest.raises(ValueError, match="num_microbatches=None needs layers that are called one after the other"):
-        OffloadModel(holder, "cpu", tmp_path, blocks="blocks", num_microbatches=None, memory="1GiB")
