@@ -26,7 +26,7 @@ from offload.limits import MemoryLimits
 from offload.memory import MemoryArguments, Needs, layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh
 from offload.persistence import PersistentHome
-from offload.planner.mesh_planner import plan_memory
+from offload.planner.memory_planner import plan_memory
 from offload.planning.budget import GAPS_SHARE
 from offload.policy import MemoryPolicy
 from offload.rollback import Rollback
@@ -35,6 +35,7 @@ from offload.storage import DiskHome, home_of, open_tier
 from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.lane import open_lanes
 from offload.streaming.resident import chosen, chosen_form
+from offload.telemetry.peak import anonymous_bytes
 from offload.telemetry.statistics import Meter
 from pipe.process import finalize_here
 from pipe.torch_private.amp import complete_copies_of_grad_scalers
@@ -100,6 +101,7 @@ def construct(
         in_order: whether its layers are called one after the other, and not by its own forward.
         one_each: whether each layer is a shard.
     """
+    made_bytes = anonymous_bytes()
     device, offload_device, num_slices = compute_device(given.device), given.offload_device, given.num_slices
     if device.type == "cuda":
         complete_copies_of_grad_scalers()  # gradients are in host memory
@@ -220,7 +222,7 @@ def construct(
     homes.run_by(calls.engine)
     homes.public.recount()
     if memory_limits is not None and recompute:
-        plan_memory(homes, memory_limits, resources.policy)
+        plan_memory(homes, memory_limits, resources.policy, made_bytes)
     home.begin()
     calls.micro_batches = given.num_microbatches
     return Offloaded(

@@ -26,7 +26,7 @@ from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.loading import adapted, build_model, names_of_transformers
 from offload.module import refuse_copies, refuse_moves, show_values, store_values
-from offload.planner.prediction import Estimate, next_plan, predict_step
+from offload.planner.measured import Estimate, next_plan, predict_step
 from offload.planning.budget import shown_bytes
 from offload.planning.plan import Plan
 from offload.planning.rows import split
