@@ -59,7 +59,7 @@ class MemoryReport:
         rows += [(use, self._shown(nbytes), "", words[use]) for use, nbytes in p.uses]
         rows.append(("predicted", self._shown(p.memory_bytes), "", ""))
         if (peak := self.measured_bytes) is not None:
-            rows.append(("measured", self._shown(peak), "", "in the last step"))
+            rows.append(("measured", self._shown(peak), "", ""))
         rows += [("limit", self._shown(self.limit_bytes), "", f"on {self.device}"), ("", "", "", "")]
         # What layers and lanes do side by side.
         rows += [("in a step", unit, "takes", "")]
