@@ -25,24 +25,23 @@ from offload.forms.weight_forms import WeightForm
 from offload.limits import MemoryLimits, numbers_of
 from offload.memory import Needs, layout_of, limits_for, memory_of, recomputes
 from offload.mesh.engine import MeshEngine
-from offload.mesh.planner import MeshMemoryPlanner
 from offload.mesh.sharding import Sharding, check_mesh
 from offload.meta_device.materialize import Values, move_buffers
 from offload.persistence import PersistentHome
-from offload.planner.memory_planner import MemoryPlanner
+from offload.planner.memory_planner import plan_memory
 from offload.planning.budget import GAPS_SHARE
 from offload.policy import MemoryPolicy
 from offload.public_parameters import PublicParameters
 from offload.rollback import Rollback
 from offload.running import LayersInOrder
 from offload.storage import DiskHome, Tier, home_of, open_tier
-from offload.storage.buffer import has_own_memory
 from offload.streaming.current_values import leave_pending_updates, read_current_values
 from offload.streaming.lane import CopyLanes, open_lanes
 from offload.streaming.layer_homes import make_shards
 from offload.streaming.resident import chosen, chosen_form, resident_shard
 from offload.streaming.shard import round_gradients
 from offload.streaming.streamer import Streamer
+from offload.telemetry.peak import anonymous_bytes
 from offload.telemetry.statistics import Meter
 from pipe.process import finalize_here
 from pipe.torch_private.amp import complete_copies_of_grad_scalers
@@ -54,8 +53,6 @@ __all__ = ["Arguments", "Offloaded", "construct"]
 
 #: States of an optimizer for each trained parameter that are counted before there is one: those of Adam.
 STATES_EXPECTED = 2
-#: Of a limit of memory, staging buffers of transfers take at most one part in so many.
-STAGING_SHARE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +107,7 @@ def construct(
         in_order: whether its layers are called one after the other, and not by its own forward.
         one_each: whether each layer is a shard.
     """
+    made_bytes = anonymous_bytes()
     device, offload_device, num_slices = compute_device(given.device), given.offload_device, given.num_slices
     if device.type == "cuda":
         complete_copies_of_grad_scalers()  # gradients are in host memory
@@ -228,7 +226,7 @@ def construct(
     homes.run_by(calls.engine)
     homes.public.recount(homes.shards, calls.engine.held())
     if memory is not None and memory_limits is not None and recompute:
-        _plan_memory(homes, memory_limits, memory)
+        plan_memory(homes, memory_limits, memory, made_bytes)
     home.begin()
     calls.micro_batches = given.num_microbatches
     return Offloaded(
@@ -302,16 +300,6 @@ def _homes_of(
         param_dtype=dtype,
         layers_apart=layers_apart,
     )
-
-
-def _plan_memory(homes: ModelHomes, limits: MemoryLimits, policy: MemoryPolicy) -> None:
-    """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open."""
-    if not policy.plans:
-        return
-    if not has_own_memory(homes.device):
-        homes.tier.limit_staging(limits.device.nbytes // STAGING_SHARE)
-    kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
-    homes.steps.planner = kind(limits, policy, homes)
 
 
 def _with_more(

@@ -26,7 +26,7 @@ from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.loading import adapted, build_model, names_of_transformers
 from offload.module import refuse_copies, refuse_moves, show_values, store_values
-from offload.planner.prediction import Estimate, next_plan, predict_step
+from offload.planner.measured import Estimate, next_plan, predict_step
 from offload.planning.budget import shown_bytes
 from offload.planning.plan import Plan
 from offload.planning.rows import split
@@ -280,7 +280,10 @@ class OffloadModel(nn.Module):
         """How steps use the memory that they may, and why: ``print(model.memory_report())``.
 
         It has each use with its bytes, predicted and measured, and what more memory would buy; ``.plot("memory.png")``
-        draws the bytes. Raises RuntimeError if there is no ``memory``.
+        draws the bytes. Plans follow from counted bytes alone. What the latest steps took beside these is added to the
+        prediction, as a use of its own: buffers inside of operations; on a CPU, all that the process has grown by since
+        the model was made, with free memory that its allocator keeps. There predicted seconds are the simulated ones,
+        times what the latest steps took of them. Raises RuntimeError if there is no ``memory``.
         """
         planner = self._homes.steps.planner
         if planner is None:

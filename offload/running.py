@@ -1,11 +1,22 @@
-"""Runs layers that are called one after the other, through their shards: a whole batch, or many chunks of one."""
+"""Runs layers that are called one after the other, through their shards: a whole batch, or many chunks of one.
+
+A caller chooses chunks so small that a whole model's activations fit. Here only one shard's activations exist at a
+time, so several chunks fit at once, and larger matrix products are faster. Outputs and gradients are split again, so
+the caller sees its own chunks only.
+
+Chunks are joined only if their tensors have equal dtypes and trailing shapes and all other values are equal, and never
+where a layer is known to look across rows: batch normalisation in training.
+
+Products of more rows round differently. So which chunks run together follows from shapes and from bytes that are given
+or counted, never from times or from the memory of the process: it is the same in every step and process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -18,16 +29,10 @@ from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
 from offload.limits import cell_bytes
 from offload.planner.memory_planner import TooLargeError
-from offload.planning.rows import (
-    by_chunk,
-    kind_of,
-    looks_across_rows,
-    rows_in,
-    runs_together,
-)
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
-from pipe.nested import map_tensors, tensors_in
+from pipe.nested import flatten, map_tensors, tensors_in, unflatten
+from pipe.torch_private.modules import BatchNorm
 
 __all__ = ["LayersInOrder"]
 
@@ -103,7 +108,7 @@ class LayersInOrder:
         if input_fn is not None:
             return self._run_layers(chunks, output_fns, lambda chunk: as_call(0, input_fn(chunk)))
         calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
-        runs = runs_together(calls, partial(self._most_rows_together, model)) if self._joins_chunks else []
+        runs = _runs_together(calls, partial(self._most_rows_together, model)) if self._joins_chunks else []
         if any(len(run) > 1 for run in runs):
             with contextlib.suppress(TooLargeError):
                 return self._forward_joined(calls, runs, output_fn)
@@ -129,15 +134,15 @@ class LayersInOrder:
         By counted bytes, which are the same in every process: chunks that run together may have other bits.
         """
         groups = [gather_nested([calls[i] for i in run]) for run in runs]
-        rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
-        return [*chain(*self._run_layers(groups, [by_chunk(output_fn, sizes) for sizes in rows]))]
+        rows = [[_rows_in(calls[i]) or 0 for i in run] for run in runs]
+        return [*chain(*self._run_layers(groups, [_by_chunk(output_fn, sizes) for sizes in rows]))]
 
     @property
     def _joins_chunks(self) -> bool:
         """Whether chunks may run together. Not over a mesh: ranks with other chunks would measure other ones."""
         policy = self.homes.policy
         may = policy.activation_bytes is not None and policy.join_chunks is not False
-        return may and not self.homes.public.sharded and not looks_across_rows([*self.named.values()])
+        return may and not self.homes.public.sharded and not _looks_across_rows([*self.named.values()])
 
     def _most_rows_together(self, model: nn.Module, call: Any) -> int:
         """The most rows of chunks like this one that run together; a trial forward measures one of each kind."""
@@ -148,7 +153,7 @@ class LayersInOrder:
             nbytes, given = self.activation_bytes(call, None), self.homes.policy.activation_bytes or 0
             joins = nbytes and (self.homes.policy.join_chunks or not self.engine.draws)
             most = min(given, cell_bytes(self.homes.policy, self.homes.device) or given)
-            self._rows_together[kind] = most * (rows_in(call) or 0) // nbytes if joins else 0
+            self._rows_together[kind] = most * (_rows_in(call) or 0) // nbytes if joins else 0
         return self._rows_together[kind]
 
     def _kind_of_chunk(self, model: nn.Module, call: Any) -> str:
@@ -157,7 +162,7 @@ class LayersInOrder:
         autocast = torch.is_autocast_enabled(self.homes.device.type) and torch.get_autocast_dtype(
             self.homes.device.type
         )
-        return repr((kind_of(call), rows_in(call), modes, autocast))
+        return repr((_kind_of(call), _rows_in(call), modes, autocast))
 
     def activation_bytes(self, chunk: Any, output_fn: Callable[[Any], Any] | None) -> int:
         """See :meth:`offload.OffloadModel.activation_bytes`."""
@@ -165,3 +170,76 @@ class LayersInOrder:
         layers = [shard.layers for shard in self.homes.shards]
         dtype = self.homes.param_dtype
         return measured_activations(self.engine, layers, call, output_fn=output_fn, dtype=dtype)
+
+
+# --- chunks that run together -----------------------------------------------------------------------------------------
+
+
+def _looks_across_rows(layers: Sequence[nn.Module]) -> bool:
+    """Whether a layer is known to compute a row from other rows, too."""
+    return any(
+        isinstance(module, BatchNorm) and (module.training or not module.track_running_stats)
+        for layer in layers
+        for module in layer.modules()
+    )
+
+
+def _rows_in(chunk: Any) -> int | None:
+    """Rows of a chunk's tensors if all have the same number, and may be joined; else None."""
+    sizes = {x.size(0) if x.dim() and not x.is_sparse else -1 for x in tensors_in(chunk)}
+    return sizes.pop() if len(sizes) == 1 and -1 not in sizes else None
+
+
+def _kind_of(chunk: Any) -> tuple[Any, ...]:
+    """What chunks have in common that may be joined, or measured by one of them; its ``repr`` is a key."""
+    leaves, spec = flatten(chunk)
+    kinds = [
+        (x.dtype, x.device, x.dim(), x.shape[1:], x.requires_grad) if isinstance(x, Tensor) else (type(x), x)
+        for x in leaves
+    ]
+    return spec, kinds, _rows_in(chunk) is None
+
+
+def _runs_together(chunks: Sequence[Any], most_rows: Callable[[Any], int]) -> list[list[int]]:
+    """Adjacent chunks that may be joined and run together, as lists of their indices.
+
+    A single chunk may have more rows than others together; one whose tensors differ in rows is not joined.
+    ``most_rows``: of the first of several chunks that are alike, the most rows that may run together; 0: none do.
+    """
+    runs: list[list[int]] = []
+    for _, alike in groupby(range(len(chunks)), key=lambda i: _kind_of(chunks[i])):
+        first, *others = alike
+        runs.append([first])
+        rows, most = _rows_in(chunks[first]), 0
+        if others and rows is not None:
+            most = most_rows(chunks[first])
+        for i in others:
+            count = _rows_in(chunks[i])
+            if rows is not None and count is not None and rows + count <= most:
+                runs[-1].append(i)
+                rows += count
+            else:
+                runs.append([i])
+                rows = count
+    return runs
+
+
+def _by_chunk(output_fn: Callable[[Any], Any] | None, rows: Sequence[int]) -> Callable[[Any], list[Any]]:
+    """A function that returns the outputs of the chunks in a group, which have so many rows, after ``output_fn``."""
+
+    def outputs(output: Any) -> list[Any]:
+        leaves, spec = flatten(output)
+        columns: list[Sequence[Any]] = []
+        for leaf in leaves:
+            if len(rows) > 1 and isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.size(0) != sum(rows)):
+                raise ValueError(
+                    f"expected outputs with one row for each of the {sum(rows)} rows of {len(rows)} chunks that ran "
+                    f"together, got shape {tuple(leaf.shape)}; pass MemoryPolicy(join_chunks=False) to keep chunks "
+                    f"apart"
+                )
+            splits = len(rows) > 1 and isinstance(leaf, Tensor)
+            columns.append(leaf.split(list(rows)) if splits else [leaf] * len(rows))
+        found = [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+        return found if output_fn is None else [*map(output_fn, found)]
+
+    return outputs

@@ -18,7 +18,7 @@ from offload.optim.update_blocks import StoredStates
 from offload.planning.choose import NothingFitsError, Prediction, choose, least_limit, moves, predict
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import aligned
-from offload.planning.step_model import Costs, Key, OutsideBytes, StepModel, Updates
+from offload.planning.step_model import Costs, OutsideBytes, StepModel, Updates
 
 __all__ = ["UNLIMITED", "ShardBytes", "Situation", "bound_of", "shard_bytes"]
 
@@ -108,8 +108,8 @@ class Situation:
         link = 1 / rates.to_device_bytes if rates.to_device_bytes else 0.0
         boundaries = [0, *(w.input_bytes for w in self.works[1:]), self.works[-1].output_bytes]
 
-        def size(key: Key) -> int:
-            return boundaries[key[0]] * self.rows[key[1]] // self.rows[0]
+        def size(shard: int, rows: float) -> int:
+            return int(boundaries[shard] * rows // self.rows[0])
 
         costs = Costs(
             forward=forward,

@@ -33,11 +33,11 @@ class SizesSeen:
         """Adds one."""
         remember(self._seen, (j, rows), nbytes, each=self._shards)
 
-    def of(self, rows: Sequence[float]) -> Sizes:
-        """Those of micro-batches of so many rows, from those seen so far; 0 if unknown."""
-        seen = self._seen
-        per_row = {j: nbytes / (count or 1) for (j, count), nbytes in seen.items()}
-        return lambda key: seen.get((key[0], rows[key[1]]), round(per_row.get(key[0], 0.0) * rows[key[1]]))
+    def now(self) -> Sizes:
+        """Those of any rows, from those seen so far; 0 if unknown."""
+        seen = self._seen.copy()
+        per_row = {j: nbytes / (rows or 1) for (j, rows), nbytes in seen.items()}
+        return lambda j, rows: seen.get((j, rows), round(per_row.get(j, 0.0) * rows))
 
 
 class Steps:

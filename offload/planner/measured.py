@@ -1,4 +1,4 @@
-"""What a model's steps have measured, as the input of a prediction: sizes, seconds per byte and per row.
+"""Predicts steps of a model from what its steps have measured: sizes, seconds per byte and per row.
 
 Where layers compute on a device of its own and homes are files, host memory holds no activations: shards rest in it as
 far as it reaches, the first ones of a forward first, and gradients of the others wait there for their update. Loads
@@ -7,29 +7,34 @@ then come from memory instead of files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from offload.engine.homes import ModelHomes
-from offload.planning.step_model import Costs, StepModel
+from offload.planning.budget import shown_record
+from offload.planning.choose import predict
+from offload.planning.plan import Kind, Plan
+from offload.planning.planner import plan_step
+from offload.planning.step_model import Choice, Costs, StepModel
 from offload.storage.buffer import has_own_memory
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, REDUCTION, UPDATE_IN_MEMORY
 
 __all__ = [
+    "Estimate",
     "bytes_left",
+    "costs_of",
     "holds_gradients",
     "in_host_memory",
+    "next_plan",
+    "predict_step",
     "shards_that_fit",
     "step_model",
     "unowned_gradients",
 ]
-
-
-#: Time of an update in memory to that of one in files, until both were measured.
-UPDATE_SHARE_IN_MEMORY = 0.4
 
 
 def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
@@ -47,7 +52,7 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
     return StepModel(
         shards=len(shards),
         first=next((shard.index for shard in shards if shard.trainable), len(shards)),
-        costs=_costs(homes, sum(rows) / len(rows)),
+        costs=costs_of(homes, rows),
         updates=streamer.gradient_offload.optimizers.planned(),
         rows=rows,
         slot_bytes=[shard.slot_bytes for shard in shards],
@@ -57,8 +62,8 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
         draining_bytes=() if exchange is None else exchange.draining,
         reduced_bytes=reduced if any(reduced) else (),
         stored_bytes=gradients,
-        boundaries=steps.boundaries.of(rows),
-        gradients=steps.gradients.of(rows),
+        boundaries=steps.boundaries.now(),
+        gradients=steps.gradients.now(),
         spills=tier.scratch() is not None,
         grows=steps.boundaries_grow,
         recomputed=recomputed,
@@ -75,7 +80,7 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
             reducing=0 if exchange is None else exchange.outside,
         ),
         # In host memory a home takes gradients as they are. Those of shards that rest there are the choice's.
-        gradients_stay=frozenset(everything if always else ()),
+        gradients_stay=always,
         in_host=in_host,
         updated_at_step=in_host if tier.blocking_io else frozenset(everything),
         updates_fill_slots=on_host and tier.blocking_io and all(shard.slot_keeps_weights for shard in shards),
@@ -106,13 +111,13 @@ def _may_rest(homes: ModelHomes, shard: Shard) -> bool:
     return trained <= {p for block in blocks for p in block.parameters}
 
 
-def _costs(homes: ModelHomes, rows: float) -> Costs:
-    """For cells of so many rows."""
-    meter, on_host = homes.meter, not has_own_memory(homes.device)
+def costs_of(homes: ModelHomes, microbatches: Sequence[float]) -> Costs:
+    """The measured seconds of a step on micro-batches of so many rows."""
+    meter, on_host, rows = homes.meter, not has_own_memory(homes.device), sum(microbatches) / len(microbatches)
     load, drain, update, boundary, reduce = map(
         meter.copy_seconds_per_byte, ("load", "drain", "update", "boundary", REDUCTION)
     )
-    update_there = meter.copy_seconds_per_byte(UPDATE_IN_MEMORY) or update * UPDATE_SHARE_IN_MEMORY
+    update_there = meter.copy_seconds_per_byte(UPDATE_IN_MEMORY) or update
     backward = [rows * meter.backward_seconds_per_row(shard.index) for shard in homes.shards]
     return Costs(
         forward=[rows * meter.forward_seconds_per_row(shard.index) for shard in homes.shards],
@@ -123,7 +128,7 @@ def _costs(homes: ModelHomes, rows: float) -> Costs:
         load_from_memory=meter.copy_seconds_per_byte(LOAD_FROM_MEMORY) or load,
         drain=drain,
         drain_to_memory=0.0 if on_host else meter.copy_seconds_per_byte(DRAIN_TO_MEMORY) or drain,
-        update=update or update_there / UPDATE_SHARE_IN_MEMORY,
+        update=update or update_there,
         update_in_memory=update_there,
         # On a device, kernels among those of the layers.
         resting_update=update_there if on_host else 0.0,
@@ -181,4 +186,74 @@ def holds_gradients(shard: Shard) -> bool:
     return any(
         gradient.is_sparse or not any(region.holds(gradient) for region in shard.gradient_regions)
         for gradient in (*unowned_gradients(shard), *pending)
+    )
+
+
+# --- predictions of steps that did not run yet ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Prediction for one step, forward and backward; ``print()`` shows it as a table."""
+
+    #: Seconds from the first load to the last gradient at home; with the updates of an ``OffloadOptimizer``, without
+    #: any other optimizer. With ``memory`` on the CPU as the latest steps took them, with the user's loss.
+    seconds: float
+    #: Of these, seconds in which compute waits for a copy.
+    wait_seconds: float
+    #: Seconds inside layers.
+    compute_seconds: float
+    #: Bytes that the step reads from homes, and bytes of gradients that it writes there.
+    bytes_loaded: int
+    bytes_stored: int
+    #: At home: parameters, gradients, and boundaries that are written out.
+    home_bytes: int
+    #: The most bytes at one time in the memory that layers compute in: slots, boundaries, activations and all else;
+    #: where that is host memory, homes in host memory with their optimizer states included. With ``memory``, also what
+    #: the latest steps took beside these: buffers inside of operations, and on the CPU those of the allocator.
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        return shown_record(self)
+
+
+def next_plan(homes: ModelHomes, rows: Sequence[float], *, training: bool) -> Plan:
+    """The plan of the next step from empty slots, on micro-batches of so many rows."""
+    return plan_step(*_next_step(homes, rows, training=training))
+
+
+def _next_step(homes: ModelHomes, rows: Sequence[float], *, training: bool) -> tuple[StepModel, Choice]:
+    steps, streamer, model = homes.steps, homes.streamer, step_model(homes, rows)
+    updates = model.updates._replace(pending=frozenset()) if streamer.updates_at_once else model.updates
+    choice = Choice(
+        streamer.slots,
+        streamer.in_place(),
+        steps.kept_cells(rows, model.first),
+        # Without recomputation boundaries are kept by the graphs.
+        steps.boundary_budget_bytes if homes.recompute else math.inf,
+        frozenset(streamer.gradient_offload.waiting or ()),
+    )
+    return replace(model, updates=updates, first=model.first if training else model.shards), choice
+
+
+def predict_step(homes: ModelHomes, rows: Sequence[float]) -> Estimate:
+    """Predicts the next step, on micro-batches of so many rows."""
+    shards, meter = homes.shards, homes.meter
+    seen = all(meter.backward_seconds_per_row(shard.index) for shard in shards if shard.trainable)
+    model, choice = _next_step(homes, rows, training=True)
+    if not seen or (len(choice.in_memory) < len(shards) and not meter.bytes_loaded):
+        raise RuntimeError("run one training step first: estimate() predicts from the bandwidths that it measures")
+    if homes.steps.planner is not None:
+        model = homes.steps.planner.observed(model)
+    predicted, each = predict(model, choice), homes.bytes_in_memory()
+    stored = [
+        sum(shard.gradient_types.nbytes(s) for s in shard.at_home if s.parameter.requires_grad) for shard in shards
+    ]
+    at_home = [each[shard.index] for shard in shards if shard.blocking_io == homes.tier.blocking_io]
+    return Estimate(
+        *predicted.forecast,
+        bytes_loaded=sum(model.loaded_bytes[j] for j in predicted.plan.loads),
+        bytes_stored=sum(stored[a.shard] for a in predicted.plan.actions if a.kind is Kind.DRAIN),
+        home_bytes=sum(there.weights + there.gradients for there in at_home) + predicted.peak.spilled,
+        memory_bytes=predicted.memory_bytes,
     )

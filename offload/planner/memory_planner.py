@@ -25,6 +25,7 @@ from offload.engine.layouts import bytes_of_boundary
 from offload.limits import MemoryLimits
 from offload.planner.measured import (
     bytes_left,
+    costs_of,
     holds_gradients,
     in_host_memory,
     shards_that_fit,
@@ -35,15 +36,19 @@ from offload.planner.step_memory import StepMemory, bound_of
 from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_limit, predict
 from offload.planning.rows import remember, shown
-from offload.planning.step_model import Choice, Given, StepModel
+from offload.planning.step_model import LEAST_SLOTS, Choice, Given, StepModel
 from offload.policy import MemoryPolicy
+from offload.storage.buffer import has_own_memory
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
 from pipe.nested import tensors_in
 
-__all__ = ["MemoryPlanner", "TooLargeError"]
+__all__ = ["MemoryPlanner", "TooLargeError", "plan_memory"]
 
 _logger = logging.getLogger("offload")
+
+#: Of a limit of memory on the CPU, staging buffers of transfers take at most one part in so many.
+STAGING_SHARE = 16
 
 
 class TooLargeError(ValueError):
@@ -53,12 +58,10 @@ class TooLargeError(ValueError):
 class MemoryPlanner:
     """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not chosen."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes, made_bytes: int) -> None:
         self._limits = limits
         self._given = Given(*(getattr(policy, name) for name in Given._fields))
-        #: Whether bytes decide which chunks run together, and with that the last bits of results, which are the same in
-        #: each process: what fits by counted bytes is not refused for a measured margin.
-        self._decided_by_count = policy.activation_bytes is not None
+        self._joins_chunks = policy.activation_bytes is not None
         self._model_planned = weakref.ref(homes)  # without it, a cycle with its steps
         self._streamer, self._optimizers = homes.streamer, homes.streamer.gradient_offload.optimizers
         self._device = homes.device
@@ -81,7 +84,7 @@ class MemoryPlanner:
         self._ran: set[tuple[int, tuple[float, ...]]] = set()
         #: Of the batch of the present step.
         self._samples = 0
-        self._memory = StepMemory(self._device)
+        self._memory = StepMemory(self._device, made_bytes)
         self._began = 0.0
         self._measured_seconds: float | None = None
 
@@ -99,9 +102,6 @@ class MemoryPlanner:
     @property
     def _in_memory(self) -> frozenset[int]:
         return self._streamer.in_place()
-
-    def _leanest(self, model: StepModel) -> Choice:
-        return Choice(min(self._given.slots or model.least_slots, model.shards))
 
     def begin(self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool) -> Sequence[float]:
         """Begins a training step; returns the sizes for which it is planned.
@@ -135,7 +135,7 @@ class MemoryPlanner:
             self._warn_of_others()
         self._began = time.perf_counter()
         self.return_excess()
-        self._memory.begin(sum(rows))
+        self._memory.begin()
 
     def check_first(self, leaves: Sequence[Any]) -> None:
         """Refuses a first batch that does not fit beside slots on a device, where it is copied to.
@@ -164,19 +164,14 @@ class MemoryPlanner:
         self._steps_done += 1
         self._ran.add((self._samples, tuple(rows)))
         self._measured_seconds = time.perf_counter() - self._began
-        predicted = self._prediction
         if self._steps_done == 1:
             self._due, self._in_vain = True, None
         self.return_excess()
-        margin = self._memory.margin_bytes
-        changed = self._memory.end(predicted, probes=self._probes)
-        if self._probes or predicted is None:
-            self._warn_of_excess(rows)
-        if changed:
-            assert predicted is not None
-            # Where no plan fitted, none does with a larger margin; with a smaller one more may rest.
-            self._due |= self._memory.margin_bytes < margin
-            self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
+        left = self._left_free(rows)
+        took = self._memory.end(sum(rows), self._measured_seconds, self._prediction, probes=self._probes)
+        if took is not None and (self._probes or self._prediction is None):
+            self._warn_of_excess(rows, took)
+        if left != self._left_free(rows):
             self._choices.clear()
 
     def all_stays(self, rows: Sequence[float]) -> bool:
@@ -201,7 +196,7 @@ class MemoryPlanner:
             resting = {j: nbytes for j, nbytes in resting.items() if j not in trained}
             # States of what is in memory already, too: nothing else that stays between steps takes their place.
             resident = 0 if given.resident_bytes is None else given.resident_bytes
-            given = given._replace(slots=given.slots or model.least_slots, resident_bytes=resident)
+            given = given._replace(slots=given.slots or LEAST_SLOTS, resident_bytes=resident)
         elif not self._memory.on_host:
             given = given._replace(resident_bytes=None)  # of host memory
         return replace(
@@ -211,37 +206,36 @@ class MemoryPlanner:
             # Not where whole gradients are counted on a device, and parts of them would wait in host memory.
             gradients_wait=any(shard.blocking_io for shard in homes.shards)
             and not (model.updates.in_backward or model.draining_bytes),
-            margin_bytes=self._memory.margin(sum(rows)),
             host_bytes=None if self._memory.on_host else bytes_left(homes, self._limits.host.nbytes),
             given=given,
         )
 
-    def _rest_in_host_memory(self) -> None:
-        """On a device: shards whose homes are files rest in host memory, as many as its limit allows."""
-        homes = self._homes
-        if not (self._memory.on_host or homes.public.sharded):
-            there = shards_that_fit(homes, self._limits.host.nbytes, self._given.resident_bytes)
-            self._move(partial(homes.keep_in_memory, there))
-
     def _plan_again(self, rows: Sequence[float]) -> None:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
-        self._rest_in_host_memory()
+        if not self._memory.on_host:  # shards whose homes are files rest in host memory, as many as its limit allows
+            there = shards_that_fit(self._homes, self._limits.host.nbytes, self._given.resident_bytes)
+            self._move(partial(self._homes.keep_in_memory, there))
         model = self._model(rows)
         try:
-            choice = self._within(lambda nbytes: choose(model, nbytes))
+            choice = self._within(rows, lambda nbytes: choose(model, nbytes))
         except NothingFitsError as error:
             self._refuse(error, rows)
             self._in_vain = tuple(rows)
-            choice = self._leanest(model)  # and :meth:`_choose` takes the leanest plan of these
+            # And :meth:`_choose` takes the leanest plan of these.
+            choice = Choice(min(self._given.slots or LEAST_SLOTS, model.shards))
         else:
             self._due = False
             _logger.info("memory=%s: %s", shown_bytes(self.limit_bytes), choice)
         self._choices.clear()
         self._switch(choice)
 
-    def _within(self, plan: Callable[[int], Choice]) -> Choice:
+    def _left_free(self, rows: Sequence[float]) -> int:
+        """On a device: of the limit, what steps were measured to take beside what is counted."""
+        return 0 if self._memory.on_host else self._memory.beside(sum(rows))
+
+    def _within(self, rows: Sequence[float], plan: Callable[[int], Choice]) -> Choice:
         """A plan that leaves a part of the limit to the allocator of a process, or as much of it as a plan can."""
-        limit = self.limit_bytes
+        limit = self.limit_bytes - self._left_free(rows)
         try:
             return plan(limit - limit // GAPS_SHARE if self._memory.on_host else limit)
         except NothingFitsError as error:
@@ -284,7 +278,7 @@ class MemoryPlanner:
             present = Choice(self._streamer.slots, self._in_memory)
             least = replace(present, boundary_bytes=0)
             try:
-                choice = self._within(lambda nbytes: fill(model, present, nbytes))
+                choice = self._within(rows, lambda nbytes: fill(model, present, nbytes))
             except NothingFitsError as error:
                 if idle and self._in_vain != tuple(rows):
                     self._plan_again(rows)
@@ -312,12 +306,11 @@ class MemoryPlanner:
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[float]) -> None:
         """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""
-        least, limit, margin, homes = error.least_bytes, self.limit_bytes, self._memory.margin(sum(rows)), self._homes
-        if least <= limit:
-            return  # it fits just so: with the least memory
+        limit, beside, homes = self.limit_bytes, self._left_free(rows), self._homes
+        least = error.least_bytes + beside
         outside, differ = homes.outside_bytes(), homes.row_units.differ
         parts = {
-            "by which earlier steps exceeded their prediction": margin,
+            "by which earlier steps exceeded their prediction": beside,
             "for parameters in no shard, their gradients and states": outside.begins + outside.gradients - outside.held,
         }
         said = ", ".join(f"{shown_bytes(nbytes)} of them {what}" for what, nbytes in parts.items() if nbytes)
@@ -330,7 +323,8 @@ class MemoryPlanner:
             + f"; {self._what_works(least)} works with it; pass more memory, fewer{or_shorter} rows, or more "
             f"micro-batches (num_microbatches)"
         )
-        fits_by_count = self._decided_by_count and least - margin <= limit
+        # Where bytes decide which chunks run together, and with that the last bits of results, only a count refuses.
+        fits_by_count = self._joins_chunks and error.least_bytes <= limit
         if not (fits_by_count or self._has_run(rows, lengths=False)):
             raise TooLargeError(message)
         self._warn(message, (len(rows), max(rows)))
@@ -364,10 +358,9 @@ class MemoryPlanner:
             for samples, ran in self._ran
         )
 
-    def _warn_of_excess(self, rows: Sequence[float]) -> None:
+    def _warn_of_excess(self, rows: Sequence[float], peak: int) -> None:
         """Warns if the first step, or the first one of longer rows, has taken more memory than there is."""
-        peak = self._memory.peak_bytes
-        if peak is not None and peak > bound_of(self.limit_bytes, self._device):
+        if peak > bound_of(self.limit_bytes, self._device):
             self._warn(
                 f"a step of micro-batches of {shown(max(rows))} rows took {shown_bytes(peak)}, "
                 f"{shown_bytes(peak - self.limit_bytes)} more than memory={shown_bytes(self.limit_bytes)}. The first "
@@ -394,15 +387,75 @@ class MemoryPlanner:
             self._warned.add(trouble)
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
+    def observed(self, model: StepModel) -> StepModel:
+        """The model of a step with what steps were measured to take beside what it counts and simulates."""
+        pace, seconds, last = 1.0, self._memory.seconds, self._prediction
+        if seconds is not None and last is not None:
+            simulated = predict(replace(last.model, costs=costs_of(self._homes, last.model.rows)), last.choice)
+            pace = seconds / (simulated.pass_seconds or seconds)
+        return replace(
+            model,
+            costs=costs_of(self._homes, model.rows),
+            beside_bytes=self._memory.beside(sum(model.rows)),
+            pace=pace,
+        )
+
     def report(self) -> MemoryReport:
         """What the present plan takes and costs."""
-        homes = self._homes
+        homes, predicted, left = self._homes, self._prediction, 0
         in_files = any(shard.blocking_io or shard.file is not None for shard in homes.shards)
+        if predicted is not None:
+            rows = predicted.model.rows
+            left = self.limit_bytes // GAPS_SHARE if self._memory.on_host else self._left_free(rows)
+            predicted = predict(self.observed(predicted.model), predicted.choice)
         return MemoryReport(
             device=str(self._device),
             limit_bytes=self.limit_bytes,
-            predicted=self._prediction,
+            left_bytes=left,
+            predicted=predicted,
             measured_seconds=self._measured_seconds,
             measured_bytes=self._memory.peak_bytes,
             resting=len(in_host_memory(homes)) if in_files and not self._memory.on_host else None,
         )
+
+
+class MeshMemoryPlanner(MemoryPlanner):
+    """Plans the steps of this rank, where ranks share a model: all begin and end the same steps.
+
+    Loads of shards are collectives, whose order follows from the number of slots: it is that of the model's making.
+    What concerns one rank alone (graphs that are kept, boundaries that are spilled) it chooses for itself.
+    """
+
+    def begin(self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool) -> Sequence[float]:
+        """Begins a training step on all ranks.
+
+        Raises:
+            ValueError: if no plan of this rank's step fits; RuntimeError on the other ranks, with the rank.
+        """
+        error = None
+        try:
+            rows = super().begin(rows, rounded, samples=samples, idle=False)
+        except ValueError as refused:
+            error = refused
+        everywhere = self._homes.public.compare("a step with memory=", float(error is not None))
+        if error is not None:
+            raise error
+        if any(everywhere):
+            raise RuntimeError(
+                f"rank {everywhere.index(1.0)} of the mesh refused its batch, which does not fit in its memory=; see "
+                f"its error"
+            )
+        return rows
+
+
+def plan_memory(homes: ModelHomes, limits: MemoryLimits, policy: MemoryPolicy, made_bytes: int) -> None:
+    """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open.
+
+    ``made_bytes``: anonymous memory of the process before the model was made.
+    """
+    if not policy.plans:
+        return
+    if not has_own_memory(homes.device):
+        homes.tier.limit_staging(limits.device.nbytes // STAGING_SHARE)
+    kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
+    homes.steps.planner = kind(limits, policy, homes, made_bytes)

@@ -1,20 +1,24 @@
-"""Measures the memory of the steps of one model.
+"""Measures what the steps of one model take beside what is counted: memory, and time.
 
-A device's allocator is measured exactly: what a step took more than predicted becomes a margin of later predictions for
-batches of its size and larger ones. The first step of rows longer than all before gives none: it was predicted from
-other sizes.
+Plans count tensors that are known: weights, gradients, states, boundaries, activations. A process holds more: buffers
+inside of operations, what its allocator keeps for reuse, the graph of the loss. On the CPU that is the rise of its
+anonymous memory since the model was made, less what is counted. It is reported, and decides nothing: plans follow from
+counted bytes alone, and free memory is returned to the system where the process outgrows the limit. On a device, whose
+allocator counts exactly, later plans leave so much free.
 
-On the CPU a process is measured, whose allocator keeps free memory between its blocks and for reuse, and whose other
-code takes memory, too: plans follow from counted bytes alone. Where the process outgrows the limit, free memory is
-returned to the system.
+Rows longer than all before were predicted from other sizes: their first step tells nothing of this.
 """
 
 from __future__ import annotations
+
+import statistics
+from collections import deque
 
 import torch
 
 from offload.planning.budget import GAPS_SHARE
 from offload.planning.choose import Prediction
+from offload.planning.rows import remember
 from offload.storage.buffer import has_own_memory
 from offload.streaming.heap import return_freed_memory
 from offload.telemetry.peak import PeakMeter, anonymous_bytes
@@ -25,6 +29,8 @@ __all__ = ["StepMemory", "bound_of"]
 ALLOCATOR_SHARE, ALLOCATOR_BYTES = 0.1, 32 << 20
 #: Free memory is returned again when the process has grown by one part in so many of the limit.
 GROWTH_SHARE = 16
+#: The latest steps that tell of the next ones.
+LATEST = 5
 
 
 def bound_of(limit_bytes: int, device: torch.device) -> int:
@@ -33,41 +39,48 @@ def bound_of(limit_bytes: int, device: torch.device) -> int:
 
 
 class StepMemory:
-    """The memory of steps of a model on one device."""
+    """The memory and the time of steps of a model on one device.
 
-    def __init__(self, device: torch.device) -> None:
+    ``made_bytes``: anonymous memory of the process before the model was made.
+    """
+
+    def __init__(self, device: torch.device, made_bytes: int) -> None:
         #: Whether it is the memory of the host.
         self.on_host = not has_own_memory(device)
-        self._device = device
         self._peak = PeakMeter(device)
-        #: Anonymous memory of the process when the model was made, and after free memory was returned.
-        self._began = self._returned = anonymous_bytes()
-        #: Rows of a batch -> what its steps took more than predicted; and those whose plan had settled by then.
-        self._margins: dict[float, int] = {}
-        self._settled: set[float] = set()
-        #: Of the present step.
-        self.margin_bytes = 0
+        #: Anonymous memory of the process after free memory was returned; and when the model was made, which may have
+        #: freed what layers had before.
+        self._returned = anonymous_bytes()
+        self._made = min(made_bytes, self._returned)
+        #: Rows of a batch -> what its latest steps took beside what is counted.
+        self._beside: dict[float, deque[int]] = {}
+        #: Of the latest steps, all of so many rows and with the same plan.
+        self._seconds: deque[float] = deque(maxlen=LATEST)
         self._rows = 0.0
         #: The peak of the last step that was measured.
         self.peak_bytes: int | None = None
-        #: Whether slots and buffers of the present plan are still to be allocated.
-        self.fresh = True
+        #: Whether slots and buffers of the present plan are still to be allocated; whether they were in the last step.
+        self.fresh, self._was_fresh = True, False
 
-    def margin(self, rows: float) -> int:
-        """What steps of a batch of so many rows may take more than predicted: as much as smaller ones have taken.
+    def beside(self, rows: float) -> int:
+        """What steps of a batch of so many rows may take beside what is counted: as much as smaller ones have taken.
 
         And as much as the next larger one: only that size itself tells that it is less.
         """
-        larger = min((size for size in self._margins if size >= rows), default=rows)
-        return max((nbytes for size, nbytes in self._margins.items() if size <= larger), default=0)
+        larger = min((size for size in self._beside if size >= rows), default=rows)
+        return max((max(latest) for size, latest in self._beside.items() if size <= larger), default=0)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the latest steps; None where the clock of the host does not tell it."""
+        return statistics.median(self._seconds) if self._seconds else None
 
     def grown_bytes(self) -> int:
         """On the CPU: what the process holds more than when the model was made."""
-        return anonymous_bytes() - self._began if self.on_host else 0
+        return anonymous_bytes() - self._made if self.on_host else 0
 
-    def begin(self, rows: float) -> None:
-        """Begins a step with so many rows."""
-        self._rows, self.margin_bytes = rows, self.margin(rows)
+    def begin(self) -> None:
+        """Begins a step."""
         self._peak.begin()
 
     def return_excess(self, limit_bytes: int) -> None:
@@ -78,35 +91,33 @@ class StepMemory:
         if not self.on_host:
             return
         held, most = anonymous_bytes(), limit_bytes - limit_bytes // GAPS_SHARE
-        if held - self._began > most and held > self._returned + limit_bytes // GROWTH_SHARE:
+        if held - self._made > most and held > self._returned + limit_bytes // GROWTH_SHARE:
             return_freed_memory()
             self._returned = anonymous_bytes()
         else:
             self._returned = min(self._returned, held)
 
-    def end(self, predicted: Prediction | None, *, probes: bool = False) -> bool:
-        """Ends a step; returns whether the margin has changed.
+    def end(self, rows: float, seconds: float, predicted: Prediction | None, *, probes: bool) -> int | None:
+        """Ends a step of a batch of so many rows; returns the bytes that it took, with what is counted at its begin.
 
-        The first step of a plan may make what no prediction had counted yet, such as states of an optimizer, which
-        later ones count. So its margin holds until a step has found all of it there. ``probes``: its prediction is that
-        of other sizes, and so no measure of what plans of its own exceed.
+        ``probes``: its prediction is that of other sizes, and so no measure of what it leaves out.
         """
         rise = self._peak.rise()
-        if rise is None or predicted is None:
-            self.peak_bytes = rise
-            return False
         # What is made in the first step of a plan is not there at its begin.
-        fresh, self.fresh = self.fresh, False
-        peak = rise + (0 if fresh else predicted.peak.begin)
-        if not fresh:
-            self.peak_bytes = peak
-        if probes or self.on_host:
-            return False
-        more = max(0, peak - predicted.peak.memory)
-        if not fresh and self._rows not in self._settled:
-            self._settled.add(self._rows)
-            self._margins[self._rows] = more
-        elif more > self.margin_bytes:
-            self._margins[self._rows] = more
-        before, self.margin_bytes = self.margin_bytes, self.margin(self._rows)
-        return self.margin_bytes != before
+        fresh, self.fresh = self.fresh, self.fresh and predicted is None
+        counted = 0 if fresh or predicted is None else predicted.peak.begin
+        grown = self._peak.began - self._made if self.on_host else 0
+        self.peak_bytes = None if rise is None else rise + max(counted, grown)
+        if fresh or self._was_fresh or rows != self._rows:
+            self._seconds.clear()
+        if self.on_host and (fresh or self._was_fresh):  # what moves, and is made, in the first step of a plan
+            self._beside.clear()
+        self._was_fresh, self._rows = fresh, rows
+        if predicted is not None and not probes:
+            if self.on_host:  # a device works on when a step has ended here
+                self._seconds.append(seconds)
+            if self.peak_bytes is not None and (self.on_host or not fresh):
+                latest = self._beside.get(rows, deque[int](maxlen=LATEST))
+                latest.append(max(0, self.peak_bytes - predicted.peak.memory))
+                remember(self._beside, rows, latest)
+        return None if rise is None else rise + counted

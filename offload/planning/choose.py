@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -24,19 +24,9 @@ from typing import NamedTuple, TypeVar
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import Forecast, plan_step, simulate
 from offload.planning.step_bytes import StepBytes, step_bytes
-from offload.planning.step_model import MOVING, Choice, StepModel
+from offload.planning.step_model import LEAST_SLOTS, MOVING, Choice, StepModel
 
-__all__ = [
-    "NothingFitsError",
-    "Prediction",
-    "choose",
-    "fill",
-    "least_bytes",
-    "least_limit",
-    "moves",
-    "predict",
-    "seconds_saved",
-]
+__all__ = ["NothingFitsError", "Prediction", "choose", "fill", "least_bytes", "least_limit", "moves", "predict"]
 
 #: Numbers of bytes for boundaries among which is chosen.
 LEVELS = 32
@@ -44,8 +34,6 @@ LEVELS = 32
 LEAST_GAIN = 5e-3
 
 _T = TypeVar("_T")
-#: Whether a choice fits.
-_Fits = Callable[[Choice], bool]
 
 
 class NothingFitsError(ValueError):
@@ -69,20 +57,28 @@ class Prediction:
 
     @property
     def memory_bytes(self) -> int:
-        """In the memory that layers compute in, with what measured steps took more."""
-        return self.peak.memory + self.model.margin_bytes
+        """In the memory that layers compute in, with what measured steps took beside."""
+        return self.peak.memory + self.model.beside_bytes
+
+    @property
+    def all_rests(self) -> bool:
+        """Whether all shards rest in memory: then the optimizer's step waits for its updates."""
+        return len(self.choice.in_memory) == self.model.shards
 
     @cached_property
     def all_stays(self) -> bool:
         """Whether nothing moves, and nothing is recomputed."""
-        model, choice = self.model, self.choice
-        cells = (model.shards - model.first) * len(model.rows)
-        return len(choice.in_memory) == model.shards and len(choice.kept) == cells
+        return self.all_rests and len(self.choice.kept) == (self.model.shards - self.model.first) * len(self.model.rows)
+
+    @property
+    def pass_seconds(self) -> float:
+        """Of a forward and its backward."""
+        return self.forecast.compute_seconds if self.all_rests else self.forecast.seconds
 
     @property
     def uses(self) -> list[tuple[str, int]]:
         """The uses of memory at the peak, the largest first; together they are :attr:`memory_bytes`."""
-        found = {**self.peak.uses, "earlier steps": self.model.margin_bytes}
+        found = {**self.peak.uses, "beside these": self.model.beside_bytes}
         return sorted(((use, nbytes) for use, nbytes in found.items() if nbytes), key=lambda each: -each[1])
 
 
@@ -92,19 +88,12 @@ def predict(model: StepModel, choice: Choice) -> Prediction:
     return Prediction(choice, plan, simulate(plan, model, choice), step_bytes(model, choice), model)
 
 
-def _bytes(model: StepModel, choice: Choice) -> int:
-    return step_bytes(model, choice).memory + model.margin_bytes
-
-
-def _seconds(model: StepModel, choice: Choice) -> float:
-    return simulate(plan_step(model, choice), model, choice).seconds
-
-
 def choose(model: StepModel, limit_bytes: int) -> Choice:
     """Slots, shards in memory and what else fits in ``limit_bytes``. Raises NothingFitsError if nothing does."""
-    movable, given = sorted(model.resting_bytes), model.given
-    movable = _first_within(movable, lambda j: model.resting_bytes[j] + model.gradient_bytes[j], given.resident_bytes)
-    slots = given.slots or model.least_slots
+    given, slots = model.given, model.given.slots or LEAST_SLOTS
+    movable = _first_within(
+        sorted(model.resting_bytes), lambda j: model.resting_bytes[j] + model.gradient_bytes[j], given.resident_bytes
+    )
 
     def resting(count: int) -> Choice:
         """With the first shards in memory: in a forward they have nothing to hide their loads behind."""
@@ -116,34 +105,31 @@ def choose(model: StepModel, limit_bytes: int) -> Choice:
     # With all of them, without slots and buffers, it may take less than with one shard fewer, and than with none.
     count = len(movable)
     if least(count) > limit_bytes:
-        fitting = _most(lambda fewer: least(fewer) <= limit_bytes, count - 1)
-        count = fitting or min((0, count), key=least)
-    return fill(model, resting(count), limit_bytes, resizes=True)
+        count = _most(lambda fewer: least(fewer) <= limit_bytes, count - 1) or min((0, count), key=least)
+    now = fill(model, resting(count), limit_bytes)
+    more = replace(now, slots=min(now.slots + 1, model.shards - count))
+    if given.slots is None and more != now and step_bytes(model, more).memory <= limit_bytes:
+        seconds, fewer = predict(model, now).forecast.seconds, predict(model, more).forecast.seconds
+        return more if fewer <= (1 - LEAST_GAIN) * seconds else now
+    return now
 
 
-def fill(model: StepModel, choice: Choice, limit_bytes: int, *, resizes: bool = False) -> Choice:
-    """Adds what fits to the slots and shards in memory of ``choice``; ``resizes``: also slots.
+def fill(model: StepModel, choice: Choice, limit_bytes: int) -> Choice:
+    """Adds what fits to the slots and shards in memory of ``choice``: graphs, gradients that wait, boundaries.
 
     Raises NothingFitsError if the step does not fit without any of it.
     """
     if (least := least_bytes(model, choice)) > limit_bytes:
         raise NothingFitsError(least, limit_bytes)
-
-    def fits(tried: Choice) -> bool:
-        return _bytes(model, tried) <= limit_bytes
-
-    now = _with_graphs(model, _leanest(model, choice), fits)
-    now = _with_boundaries(model, _with_waiting(model, now, fits), fits)
-    if resizes and model.given.slots is None:
-        more = replace(now, slots=min(now.slots + 1, model.shards - len(now.in_memory)))
-        if more != now and fits(more) and _seconds(model, more) <= (1 - LEAST_GAIN) * _seconds(model, now):
-            return more
+    now = _leanest(model, choice)
+    for options in (_graphs, _waiting, _boundaries):
+        now = _richest(*options(model, now), lambda tried: step_bytes(model, tried).memory <= limit_bytes)
     return now
 
 
 def least_bytes(model: StepModel, choice: Choice) -> int:
     """Predicted bytes with the slots and shards in memory of ``choice`` and nothing that is left out to save bytes."""
-    return _bytes(model, _leanest(model, choice))
+    return step_bytes(model, _leanest(model, choice)).memory
 
 
 def least_limit(needed: Callable[[int], int], limit: int) -> int:
@@ -164,6 +150,10 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
     return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
 
 
+def _richest(choice: Callable[[int], Choice], most: int, fits: Callable[[Choice], bool]) -> Choice:
+    return choice(_most(lambda count: fits(choice(count)), most))
+
+
 def _first_within(items: list[_T], nbytes: Callable[[_T], int], most: int | None) -> list[_T]:
     """The first items, together of no more bytes than ``most``."""
     if most is None:
@@ -171,57 +161,36 @@ def _first_within(items: list[_T], nbytes: Callable[[_T], int], most: int | None
     return items[: sum(total <= most for total in itertools.accumulate(map(nbytes, items)))]
 
 
-def _with_graphs(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
+# Each returns a choice with so many uses more, and the largest number.
+
+
+def _graphs(model: StepModel, now: Choice) -> tuple[Callable[[int], Choice], int]:
     cells = [(j, i) for j in range(model.shards - 1, model.first - 1, -1) for i in range(len(model.rows))]
     cells = _first_within(cells, lambda cell: model.cells[cell[0]][cell[1]].graph, model.given.graph_bytes)
-    return _with_most(lambda count: replace(choice, kept=frozenset(cells[:count])), len(cells), fits)
+    return lambda count: replace(now, kept=frozenset(cells[:count])), len(cells)
 
 
-def _with_waiting(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
+def _waiting(model: StepModel, now: Choice) -> tuple[Callable[[int], Choice], int]:
     """The gradients of the first shards wait, which are updated first."""
-    if not model.gradients_wait:
-        return choice
-    away = [j for j in range(model.first, model.shards) if j not in choice.in_memory | model.in_host]
-    for most in (model.given.gradient_bytes, model.host_bytes):
+    away = [j for j in range(model.first, model.shards) if j not in now.in_memory | model.in_host]
+    for most in (model.given.gradient_bytes, model.host_bytes) if model.gradients_wait else (0,):
         away = _first_within(away, model.gradient_bytes.__getitem__, most)
-    return _with_most(lambda count: replace(choice, waiting=frozenset(away[:count])), len(away), fits)
+    return lambda count: replace(now, waiting=frozenset(away[:count])), len(away)
 
 
-def _with_boundaries(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
+def _boundaries(model: StepModel, now: Choice) -> tuple[Callable[[int], Choice], int]:
     """Of those that are not in motion, some or all stay."""
-    if model.given.boundary_bytes is not None or not model.spills:
-        return choice
     each = [cell.enters for cells in model.cells for cell in cells]
     moving, total = MOVING * max(each), sum(each)
 
     def staying(level: int) -> Choice:
         nbytes = math.inf if level == LEVELS else moving + level * total / LEVELS
-        return replace(choice, boundary_bytes=nbytes) if level else choice
+        return replace(now, boundary_bytes=nbytes) if level else now
 
-    return _with_most(staying, LEVELS, fits)
-
-
-def _with_most(choice: Callable[[int], Choice], most: int, fits: _Fits) -> Choice:
-    return choice(_most(lambda count: fits(choice(count)), most))
+    return staying, LEVELS if model.given.boundary_bytes is None and model.spills else 0
 
 
-# --- what a choice saves, and what lanes do ---------------------------------------------------------------------------
-
-
-def seconds_saved(predicted: Prediction) -> Mapping[str, float]:
-    """Predicted seconds that a step would take more without each use of memory, all else unchanged."""
-    model, choice = predicted.model, predicted.choice
-    least = min(model.least_slots, model.shards)
-    without = {
-        "slots": replace(choice, slots=min(least, choice.slots)),
-        "homes": replace(choice, in_memory=frozenset(), slots=max(choice.slots, least)) if choice.in_memory else choice,
-        "graphs": replace(choice, kept=frozenset()),
-        "gradients": replace(choice, waiting=frozenset()),
-        "boundaries": replace(choice, boundary_bytes=0.0 if model.spills else choice.boundary_bytes),
-    }
-    return {
-        use: _seconds(model, other) - predicted.forecast.seconds for use, other in without.items() if other != choice
-    }
+# --- what lanes do ----------------------------------------------------------------------------------------------------
 
 
 class Moved(NamedTuple):
@@ -244,7 +213,7 @@ def moves(predicted: Prediction) -> Iterator[Moved]:
         "loads": ({Kind.LOAD}, lambda a: model.loaded_bytes[a.shard]),
         "gradients": ({Kind.DRAIN}, lambda a: 0 if a.shard in still else model.gradient_bytes[a.shard]),
         "updates": ({Kind.UPDATE, Kind.UPDATE_IN_BACKWARD}, lambda a: model.gradient_bytes[a.shard]),
-        "boundaries": ({Kind.SPILL, Kind.PREFETCH}, lambda a: model.boundaries((a.shard, a.microbatch or 0))),
+        "boundaries": ({Kind.SPILL, Kind.PREFETCH}, lambda a: model.boundaries(a.shard, model.rows[a.microbatch or 0])),
     }
     for what, (kinds, nbytes) in lanes.items():
         actions = [a for a in predicted.plan.actions if a.kind in kinds and nbytes(a)]

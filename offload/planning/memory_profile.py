@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["MemoryProfile", "ProfilesBySize", "SavedTensor"]
+from offload.planning.rows import remember
 
-#: Sizes of a cell whose profiles are remembered.
-SIZES_REMEMBERED = 16
+__all__ = ["MemoryProfile", "ProfilesBySize", "SavedTensor"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,6 @@ class MemoryProfile:
 
     rows: float
     saved_tensors: Sequence[SavedTensor]
-    #: Results of :meth:`peak_bytes`: a choice of plans asks for the same ones again and again.
-    _peaks: dict[tuple[float, int, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def _freed_bytes(self) -> int:
@@ -59,9 +56,6 @@ class MemoryProfile:
         ``gradient_bytes``: of all weights; those that autograd did not save (a bias, an embedding) come last.
         ``adds``: whether they are added to those of an earlier micro-batch.
         """
-        key = rows, gradient_bytes, adds
-        if key in self._peaks:
-            return self._peaks[key]
         scale, kept = rows / (self.rows or 1), float(self.kept_bytes(rows))
         # Gradients of weights, which are added when all of the cell are made; and of the operation after.
         weights, following = float(gradient_bytes if adds else 0), 0.0
@@ -71,8 +65,7 @@ class MemoryProfile:
             peak = max(peak, kept + weights + following + saved_tensor.flows * scale)
             following = saved_tensor.flows * scale or following
             kept -= saved_tensor.freed * scale
-        self._peaks[key] = int(max(peak, end + following))
-        return self._peaks[key]
+        return int(max(peak, end + following))
 
 
 class ProfilesBySize:
@@ -84,12 +77,9 @@ class ProfilesBySize:
     def add(self, shard: int, profile: MemoryProfile, *, continues: bool) -> None:
         """Adds the profile of a cell; ``continues``: of another step of it, whose backward comes first."""
         known = self._profiles.setdefault(shard, {})
-        before = known.pop(profile.rows, None)
-        if continues and before is not None:
+        if continues and (before := known.get(profile.rows)) is not None:
             profile = MemoryProfile(profile.rows, [*profile.saved_tensors, *before.saved_tensors])
-        known[profile.rows] = profile
-        if len(known) > SIZES_REMEMBERED:
-            del known[next(iter(known))]
+        remember(known, profile.rows, profile)
 
     def nearest(self, rows: float) -> dict[int, MemoryProfile]:
         """By shard: the profile of the size nearest to ``rows``, of two that are as near the larger one."""

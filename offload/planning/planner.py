@@ -34,63 +34,37 @@ def plan_step(model: StepModel, choice: Choice) -> Plan:
     """
     first, parts, kept = model.first, len(model.rows), choice.kept
     before = iter(_loads(model.shards, choice.slots, first, choice.in_memory, model.updates.pending))
-    # Autograd runs the last cell first.
-    backward = [(j, i) for j in range(model.shards - 1, first - 1, -1) for i in range(parts - 1, -1, -1)]
-    recomputed = [cell for cell in backward if cell not in kept]
-    bounded = model.spills and choice.boundary_bytes < math.inf
-    following = dict(pairwise(recomputed)) if bounded else {}
-    memory = _Boundaries(model, choice.boundary_bytes)
+    largest = max(cell.enters for cells in model.cells for cell in cells)
+    room = max(0.0, choice.boundary_bytes - MOVING * largest) if model.spills else math.inf
+    there, away = deque[Key](), set[Key]()  # boundaries that stay in memory, and those that leave it
     actions: list[Action] = []
-    for j in range(model.shards):
+    for j, cells in enumerate(model.cells):
         actions += next(before)
-        for i in range(parts):
+        for i, cell in enumerate(cells):
             keeps = j >= first and (j, i) in kept
             actions.append(Action(Kind.FORWARD_KEPT if keeps else Kind.FORWARD, j, i))
-            if bounded and j >= first and not keeps:
-                actions += memory.hold((j, i), model.cells[j][i].enters)
+            if j < first or keeps or not cell.enters:
+                continue
+            there.append((j, i))
+            room -= cell.enters
+            while room < 0 and len(there) > 1:
+                away.add(spilled := there.popleft())
+                room += model.cells[spilled[0]][spilled[1]].enters
+                actions.append(Action(Kind.SPILL, *spilled))
+    # Autograd runs the last cell first.
+    backward = [(j, i) for j in range(model.shards - 1, first - 1, -1) for i in range(parts - 1, -1, -1)]
+    following = dict(pairwise(cell for cell in backward if cell not in kept))
     for j, i in backward:
         if i == parts - 1:
             actions += next(before)
-        if (j, i) not in kept:
-            memory.drop((j, i))
-            actions += memory.prefetch(following.get((j, i)))
+        if (ahead := following.get((j, i))) is not None and ahead in away:
+            actions.append(Action(Kind.PREFETCH, *ahead))
         actions.append(Action(Kind.BACKWARD_KEPT if (j, i) in kept else Kind.BACKWARD, j, i))
         if i == 0:
             actions.append(Action(Kind.DRAIN, j))
             if model.updates.in_backward:
                 actions.append(Action(Kind.UPDATE_IN_BACKWARD, j))
     return Plan(tuple(actions), choice.slots, pending=model.updates.pending, in_memory=choice.in_memory)
-
-
-class _Boundaries:
-    """Those in memory, the earliest first, without the one that a cell is reading; and those that left it."""
-
-    def __init__(self, model: StepModel, budget_bytes: float) -> None:
-        largest = max((cell.enters for cells in model.cells for cell in cells), default=0)
-        self._room = max(0, budget_bytes - MOVING * largest)
-        self._held: dict[Key, int] = {}
-        self._away: dict[Key, int] = {}
-        self._bytes = 0
-
-    def hold(self, new: Key, nbytes: int) -> list[Action]:
-        """Keeps a boundary in memory, and spills others, the earliest first, if there is no room for it."""
-        actions: list[Action] = []
-        if nbytes:
-            self._held[new] = nbytes
-            self._bytes += nbytes
-        while self._bytes > self._room and (key := next(iter(self._held))) != new:
-            self._away[key] = self._held[key]
-            self.drop(key)
-            actions.append(Action(Kind.SPILL, *key))
-        return actions
-
-    def prefetch(self, key: Key | None) -> list[Action]:
-        """Reads a spilled boundary back, for the next cell."""
-        return [*self.hold(key, self._away.pop(key)), Action(Kind.PREFETCH, *key)] if key in self._away else []
-
-    def drop(self, key: Key) -> None:
-        """Called when a cell of the backward reads a boundary, which has no further use."""
-        self._bytes -= self._held.pop(key, 0)
 
 
 @lru_cache(maxsize=4)
@@ -178,4 +152,5 @@ def simulate(plan: Plan, model: StepModel, choice: Choice) -> Forecast:
             leaving.append(moving)
         elif kind is Kind.PREFETCH:
             moving = back[shard, microbatch or 0] = max(moving, compute) + seconds[kind][shard]
-    return Forecast(max(compute, loading, draining, updating, moving), compute - computed, computed)
+    total = max(compute, loading, draining, updating, moving)
+    return Forecast(*(model.pace * each for each in (total, compute - computed, computed)))

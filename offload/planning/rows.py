@@ -1,42 +1,23 @@
-"""Counts the rows of micro-batches, and joins small chunks of a batch as far as the memory for activations allows.
+"""Counts the rows of micro-batches, and remembers what was found for sizes of batches.
 
 Memory and time of a step grow with the elements of its input, and a batch of sequences is as long as the longest of
 them. What is measured and planned for each row is for a row of the model's first batch; a row of twice as many elements
 counts as two. So where all rows are alike, they are counted as they are.
-
-A caller chooses chunks so small that a whole model's activations fit. Here only one shard's activations exist at a
-time, so several chunks fit at once, and larger matrix products are faster. Outputs and gradients are split again, so
-the caller sees its own chunks only.
-
-Chunks are joined only if their tensors have equal dtypes and trailing shapes and all other values are equal, and never
-where a layer is known to look across rows: batch normalisation in training.
-
-Products of more rows round differently. So which chunks run together follows from shapes and from bytes that are given
-or counted, never from times or from the memory of the process: it is the same in every step and process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
-
-from pipe.nested import flatten, tensors_in, unflatten
-from pipe.torch_private.modules import BatchNorm
+from torch import Tensor
 
 __all__ = [
     "RowUnits",
-    "by_chunk",
-    "kind_of",
     "largest_rows",
-    "looks_across_rows",
     "remember",
     "rounded_up",
-    "rows_in",
-    "runs_together",
     "shown",
     "split",
 ]
@@ -111,76 +92,3 @@ def split(rows: int, count: int) -> list[int]:
 def shown(units: float) -> str:
     """In words of a message."""
     return f"{units:.2f}".rstrip("0").rstrip(".")
-
-
-# --- chunks that run together -----------------------------------------------------------------------------------------
-
-
-def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
-    """Whether a layer is known to compute a row from other rows, too."""
-    return any(
-        isinstance(module, BatchNorm) and (module.training or not module.track_running_stats)
-        for layer in layers
-        for module in layer.modules()
-    )
-
-
-def rows_in(chunk: Any) -> int | None:
-    """Rows of a chunk's tensors if all have the same number, and may be joined; else None."""
-    sizes = {x.size(0) if x.dim() and not x.is_sparse else -1 for x in tensors_in(chunk)}
-    return sizes.pop() if len(sizes) == 1 and -1 not in sizes else None
-
-
-def kind_of(chunk: Any) -> tuple[Any, ...]:
-    """What chunks have in common that may be joined, or measured by one of them; its ``repr`` is a key."""
-    leaves, spec = flatten(chunk)
-    kinds = [
-        (x.dtype, x.device, x.dim(), x.shape[1:], x.requires_grad) if isinstance(x, Tensor) else (type(x), x)
-        for x in leaves
-    ]
-    return spec, kinds, rows_in(chunk) is None
-
-
-def runs_together(chunks: Sequence[Any], most_rows: Callable[[Any], int]) -> list[list[int]]:
-    """Adjacent chunks that may be joined and run together, as lists of their indices.
-
-    A single chunk may have more rows than others together; one whose tensors differ in rows is not joined.
-    ``most_rows``: of the first of several chunks that are alike, the most rows that may run together; 0: none do.
-    """
-    runs: list[list[int]] = []
-    for _, alike in groupby(range(len(chunks)), key=lambda i: kind_of(chunks[i])):
-        first, *others = alike
-        runs.append([first])
-        rows, most = rows_in(chunks[first]), 0
-        if others and rows is not None:
-            most = most_rows(chunks[first])
-        for i in others:
-            count = rows_in(chunks[i])
-            if rows is not None and count is not None and rows + count <= most:
-                runs[-1].append(i)
-                rows += count
-            else:
-                runs.append([i])
-                rows = count
-    return runs
-
-
-def by_chunk(output_fn: Callable[[Any], Any] | None, rows: Sequence[int]) -> Callable[[Any], list[Any]]:
-    """A function that returns the outputs of the chunks in a group, which have so many rows, after ``output_fn``."""
-
-    def outputs(output: Any) -> list[Any]:
-        leaves, spec = flatten(output)
-        columns: list[Sequence[Any]] = []
-        for leaf in leaves:
-            if len(rows) > 1 and isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.size(0) != sum(rows)):
-                raise ValueError(
-                    f"expected outputs with one row for each of the {sum(rows)} rows of {len(rows)} chunks that ran "
-                    f"together, got shape {tuple(leaf.shape)}; pass MemoryPolicy(join_chunks=False) to keep chunks "
-                    f"apart"
-                )
-            splits = len(rows) > 1 and isinstance(leaf, Tensor)
-            columns.append(leaf.split(list(rows)) if splits else [leaf] * len(rows))
-        found = [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
-        return found if output_fn is None else [*map(output_fn, found)]
-
-    return outputs

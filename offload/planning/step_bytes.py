@@ -49,9 +49,8 @@ class _Walk:
         there = in_memory if model.host_bytes is not None else in_memory | choice.waiting
         #: Shards whose gradients stay after their drain. Of those that rest in memory an optimizer takes them when it
         #: steps, also if it updates others in backward.
-        self._stays = there if model.updates.in_backward else there | model.gradients_stay
-        #: Those whose gradients are there all the time, and are added to.
-        home = there | model.gradients_stay
+        home = frozenset(range(count)) if model.gradients_stay else there
+        self._stays = there if model.updates.in_backward else home
         begins = home if model.begins is None else model.begins
         self._pending = frozenset[int]() if model.accumulates else begins & model.updates.pending
         self._held = begins | home if model.accumulates else begins - self._pending if model.begins else frozenset()
@@ -108,7 +107,7 @@ class _Walk:
         """Counts the backward."""
         model, kept, rows = self._model, self._choice.kept, range(len(self._model.rows))
         # The user has it until backward is over, and autograd its gradient.
-        self._output = 2 * sum(model.boundaries((model.shards, i)) for i in rows)
+        self._output = 2 * sum(model.boundaries(model.shards, rows) for rows in model.rows)
         made: set[int] = set()
         self._code_before(model.shards, made)
         for j in range(model.shards - 1, model.first - 1, -1):

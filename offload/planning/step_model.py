@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from operator import mul
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from offload.planning.memory_profile import MemoryProfile
 from offload.planning.plan import Kind
 
 __all__ = [
+    "LEAST_SLOTS",
     "MOVING",
     "WRITES_IN_FLIGHT",
     "Choice",
@@ -28,10 +29,13 @@ __all__ = [
     "Updates",
 ]
 
-#: (shard, micro-batch) of a cell, and the bytes of the boundary that enters it, or of its gradient.
+#: (shard, micro-batch) of a cell.
 Key = tuple[int, int]
-Sizes = Callable[[Key], int]
+#: By shard and rows: the bytes of the boundary that enters a cell, or of its gradient.
+Sizes = Callable[[int, float], int]
 
+#: Least slots, where there are so many shards: one computes, one is loaded ahead.
+LEAST_SLOTS = 2
 #: Maximum number of boundaries that are being written at a time.
 WRITES_IN_FLIGHT = 2
 #: Boundaries in motion: one that a layer reads, one that is being read back, those being written.
@@ -157,7 +161,7 @@ class CellBytes(NamedTuple):
     kept_backward: int
 
 
-_NOTHING, _NO_UPDATES, _NOT_GIVEN = MemoryProfile(1, ()), Updates(), Given()
+_NOTHING = MemoryProfile(1, ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +172,7 @@ class StepModel:
     #: The first shard that backward has to reach.
     first: int = 0
     costs: Costs = field(default_factory=Costs)
-    updates: Updates = _NO_UPDATES
+    updates: Updates = field(default_factory=Updates)
     #: Rows of each micro-batch.
     rows: Sequence[float] = (1,)
     #: Bytes of a slot for each shard, and of what a load of it reads.
@@ -176,8 +180,6 @@ class StepModel:
     loaded_bytes: Sequence[int] = ()
     #: Whether much larger shards have buffers of their own beside the slots.
     own_slots: bool = False
-    #: Least slots, where there are so many shards; a third one is read while the update of a second runs.
-    least_slots: int = 2
     #: Of the gradients of each shard's weights, in the type of their home.
     gradient_bytes: Sequence[int]
     #: Of ranks: the same from their drain to the next one, which reduces them first; what that sums; what is stored.
@@ -185,8 +187,8 @@ class StepModel:
     reduced_bytes: Sequence[int] = ()
     stored_bytes: Sequence[int] = ()
     #: Of the input of a cell, and of its gradient. Shard ``shards`` stands for the output.
-    boundaries: Sizes = lambda key: 0
-    gradients: Sizes = lambda key: 0
+    boundaries: Sizes = lambda shard, rows: 0
+    gradients: Sizes = lambda shard, rows: 0
     #: Whether boundaries can be spilled, and whether cells add to the boundary that enters them, see :class:`.Plan`.
     #: Bytes are those at their end.
     spills: bool = True
@@ -206,8 +208,8 @@ class StepModel:
     transfer_bytes: int = 0
     buffer_bytes: int = 0
     outside: OutsideBytes = field(default_factory=OutsideBytes)
-    #: The shards whose gradients are stored in the memory that layers compute in, whatever is chosen.
-    gradients_stay: Set[int] = frozenset()
+    #: Whether gradients of all shards are stored in the memory that layers compute in, whatever is chosen.
+    gradients_stay: bool = False
     #: The shards whose gradients are there when the step begins; None: as after a step of the same plan.
     begins: Set[int] | None = None
     #: Whether gradients in memory stay there from one backward to the next: they are accumulated, or zeroed in place.
@@ -224,25 +226,24 @@ class StepModel:
     #: Whether an update of another shard reads its weights into the slot of the load that follows, and leaves the new
     #: ones there.
     updates_fill_slots: bool = False
-    #: Added to predicted bytes: what measured steps took more.
-    margin_bytes: int = 0
-    #: What is not chosen but given.
-    given: Given = _NOT_GIVEN
+    #: Of a report: bytes that measured steps took beside what is counted, and their seconds to the simulated ones.
+    beside_bytes: int = 0
+    pace: float = 1.0
+    #: What is not chosen but given: upper limits of bytes, and the number of slots.
+    given: Given = field(default_factory=Given)
 
     @cached_property
     def cells(self) -> Sequence[Sequence[CellBytes]]:
         """The bytes of each cell, by shard and micro-batch."""
-        return [
-            [self._cell(j, i, rows, self.recomputed.get(j, _NOTHING), self.kept.get(j, _NOTHING))
-             for i, rows in enumerate(self.rows)]
-            for j in range(self.shards)
-        ]  # fmt: skip
+        last, cell = len(self.rows) - 1, cache(self._cell)  # autograd runs the last micro-batch first
+        return [[cell(j, rows, i < last) for i, rows in enumerate(self.rows)] for j in range(self.shards)]
 
-    def _cell(self, j: int, i: int, rows: float, recomputed: MemoryProfile, kept: MemoryProfile) -> CellBytes:
-        own, adds = self.gradient_bytes[j], i + 1 < len(self.rows)  # autograd runs the last micro-batch first
+    def _cell(self, j: int, rows: float, adds: bool) -> CellBytes:
+        recomputed, kept = self.recomputed.get(j, _NOTHING), self.kept.get(j, _NOTHING)
+        own = self.gradient_bytes[j]
         return CellBytes(
-            self.boundaries((j, i)) if j or self.grows else 0,
-            self.gradients((j, i)) if j > self.first else 0,
+            self.boundaries(j, rows) if j or self.grows else 0,
+            self.gradients(j, rows) if j > self.first else 0,
             recomputed.kept_bytes(rows),
             kept.kept_bytes(rows),
             int(self.selected_bytes_per_row.get(j, 0.0) * rows),
@@ -260,7 +261,7 @@ class StepModel:
         for j in choice.in_memory:
             drain[j], update[j] = 0.0, costs.resting_update
         updates = [*map(mul, update, gradients)]
-        boundary = [costs.boundary * self.boundaries((j, 0)) for j in everything]
+        boundary = [costs.boundary * self.boundaries(j, self.rows[0]) for j in everything]
         return {
             Kind.LOAD: [*map(mul, load, self.loaded_bytes)], Kind.DRAIN: [*map(mul, drain, gradients)],
             Kind.UPDATE: updates, Kind.UPDATE_IN_BACKWARD: updates,

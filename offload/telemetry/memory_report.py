@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 
 from offload.planning.budget import shown_bytes, shown_seconds, table
-from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict, seconds_saved
+from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict
 
 __all__ = ["MemoryReport"]
 
@@ -26,6 +26,8 @@ class MemoryReport:
     limit_bytes: int
     #: The prediction of the present plan; None before the first step.
     predicted: Prediction | None
+    #: Of the limit, what plans leave to the allocator, or to what steps took beside what is counted.
+    left_bytes: int = 0
     #: The last step, and the peak of its memory; None where the system does not measure it.
     measured_seconds: float | None = None
     measured_bytes: int | None = None
@@ -44,7 +46,7 @@ class MemoryReport:
             return None
         model = replace(self.predicted.model, begins=None)
         try:
-            return predict(model, choose(model, self.more_limit_bytes))
+            return predict(model, choose(model, self.more_limit_bytes - self.left_bytes))
         except NothingFitsError:  # a size of batch that ran goes on although it takes more than memory
             return None
 
@@ -52,14 +54,12 @@ class MemoryReport:
         p, limit = self.predicted, shown_bytes(self.limit_bytes)
         if p is None:
             return f"memory: {limit} on {self.device}; the plan is chosen when one training step has been measured"
-        saved, words, (unit, _) = seconds_saved(p), self._in_words(p), self._unit
-        rows = [("at the peak", unit, "saves", "")]
-        for use, nbytes in p.uses:
-            rows.append((use, self._shown(nbytes), _saved(saved[use]) if use in saved else "", words[use]))
+        words, (unit, _) = self._in_words(p), self._unit
+        rows = [("at the peak", unit, "", "")]
+        rows += [(use, self._shown(nbytes), "", words[use]) for use, nbytes in p.uses]
         rows.append(("predicted", self._shown(p.memory_bytes), "", ""))
         if (peak := self.measured_bytes) is not None:
-            more = f"{self._shown(max(0, peak - p.memory_bytes))} of it by the allocator and libraries"
-            rows.append(("measured", self._shown(peak), "", more))
+            rows.append(("measured", self._shown(peak), "", ""))
         rows += [("limit", self._shown(self.limit_bytes), "", f"on {self.device}"), ("", "", "", "")]
         # What layers and lanes do side by side.
         rows += [("in a step", unit, "takes", "")]
@@ -68,11 +68,13 @@ class MemoryReport:
             told = words[each.what + " in a step"].format(each.shards)
             rows.append((each.what, self._shown(each.nbytes), shown_seconds(each.seconds), told))
         waits = f"{shown_seconds(p.forecast.wait_seconds)} of it waiting for copies"
-        rows.append(("predicted", "", shown_seconds(p.forecast.seconds), waits))
+        pace = f"; {p.model.pace:.2f} of what is simulated, as measured" if p.model.pace != 1 else ""
+        rows.append(("predicted", "", shown_seconds(p.forecast.seconds), waits + pace))
         if (seconds := self.measured_seconds) is not None:
             rows.append(("measured", "", shown_seconds(seconds), "with what runs between forward and backward"))
         if (larger := self.more) is not None:
-            gain = _saved(max(0.0, p.forecast.seconds - larger.forecast.seconds))
+            saved = p.forecast.seconds - larger.forecast.seconds
+            gain = "no time" if saved < NO_SECONDS else shown_seconds(saved)
             rows += [("", "", "", ""), ("another plan", unit, "saves", "")]
             rows.append(("more memory", self._shown(self.more_limit_bytes), gain, str(larger.choice)))
         return table(rows)
@@ -106,7 +108,7 @@ class MemoryReport:
             "output": "of the model, and its gradient",
             "update buffers": "through which optimizer states in files are updated",
             "transfer buffers": "through which files are read and written",
-            "earlier steps": "by which earlier steps exceeded their prediction",
+            "beside these": "allocator and buffers of operations, measured",
             "loads in a step": f"{{}} of {shards} shards stream from their homes",
             "gradients in a step": "of {} shards to their homes",
             "updates in a step": "of {} shards, by so much of gradients",
@@ -140,10 +142,3 @@ class MemoryReport:
         axes.set_ylabel(f"{unit} at the peak")
         figure.legend(loc="outside right upper", reverse=True)
         figure.savefig(os.fspath(path), dpi=150)
-
-
-def _saved(seconds: float) -> str:
-    """Seconds that a step takes less; a time that it takes more has a sign."""
-    if abs(seconds) < NO_SECONDS:
-        return "no time"
-    return shown_seconds(seconds) if seconds > 0 else f"-{shown_seconds(-seconds)}"

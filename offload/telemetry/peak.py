@@ -39,7 +39,9 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._began: int | None = None
+        #: What is held at the begin.
+        self.began = 0
+        self._measures = False
         #: On the CPU: the mapped files at the begin.
         self._files = 0
 
@@ -47,21 +49,22 @@ class PeakMeter:
         """Begins to measure."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._began = torch.cuda.memory_allocated(self._device)
+            self.began, self._measures = torch.cuda.memory_allocated(self._device), True
             return
-        self._began = None
+        self._measures = False
         if has_own_memory(self._device):
             return
         with contextlib.suppress(OSError):  # not permitted here
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets it
-            self._began, self._files = anonymous_bytes(), _status().get("RssFile", 0)
+            self.began, self._files = anonymous_bytes(), _status().get("RssFile", 0)
+            self._measures = True
 
     def rise(self) -> int | None:
         """Bytes of the peak since :meth:`begin` above the begin; None where it cannot be measured."""
-        if self._began is None:
+        if not self._measures:
             return None
         if self._device.type == "cuda":
-            return max(0, torch.cuda.max_memory_allocated(self._device) - self._began)
+            return max(0, torch.cuda.max_memory_allocated(self._device) - self.began)
         status = _status()
         peak = status.get("VmHWM", 0) - max(self._files, status.get("RssFile", 0))
-        return max(0, peak - self._began)
+        return max(0, peak - self.began)

@@ -140,7 +140,7 @@ def test_a_size_that_ran_is_not_refused_later_nor_a_smaller_one(
     choice = planner_of(model).choice
     assert choice is not None
     assert not choice.in_memory | choice.kept | choice.waiting  # it goes on with the least memory
-    assert "by which earlier steps exceeded their prediction" in str(model.memory_report())
+    assert "allocator and buffers of operations, measured" in str(model.memory_report())
     assert model.memory_report().more is None
     plain = stack()
     assert losses == train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 6)
@@ -185,6 +185,24 @@ def test_the_report_is_a_table_that_adds_up_to_the_peak_and_says_what_more_memor
     assert all(re.fullmatch(r"[\d.e+]+ m?s", row[1 if len(row) < 4 else 2]) for row in seconds), seconds
     assert others[0][:2] == ["more memory", "50.00"]
     assert "shards in memory" in others[0][3]
+
+
+def test_what_a_process_holds_beside_what_is_counted_is_predicted_and_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for rise in (0, 400 * MIB):
+        model, optimizer = made(tmp_path / str(rise), "40MiB")
+        with monkeypatch.context() as patch, warnings.catch_warnings(action="ignore"):
+            patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self, rise=rise: rise)
+            losses = train(model, optimizer, 6)
+        report = model.memory_report()
+        assert report.measured_bytes <= report.predicted.memory_bytes
+        assert report.predicted.memory_bytes == model.estimate(ROWS).memory_bytes
+        found.append((losses, report.predicted.choice, report.predicted.peak.memory))
+    assert found[0] == found[1]
+    assert report.predicted.memory_bytes < report.measured_bytes + 40 * MIB
+    assert re.search(r"beside these +[\d.]+ +allocator and buffers of operations, measured", str(report))
 
 
 def test_the_picture_shows_the_uses_beside_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +324,7 @@ def test_rows_longer_than_all_before_have_the_least_memory_and_their_excess_is_t
     with pytest.warns(RuntimeWarning, match=r"took .* more than memory=.* Begin with the longest rows") as warned:
         assert not graphs_kept(1600)
     assert len(warned) == 1
-    assert not planner._memory.margin(80)
+    assert not planner._memory._beside.keys() & {80}
     assert graphs_kept(32)
 
 

@@ -123,7 +123,7 @@ def test_boundaries_beyond_a_budget_leave_and_return_ahead_of_use(
 ) -> None:
     first = min(first, shards - 1)
     model, choice = (
-        model_of(shards, microbatches, first=first, boundaries=lambda key: 10),
+        model_of(shards, microbatches, first=first, boundaries=lambda j, rows: 10),
         Choice(2, kept=frozenset(kept), boundary_bytes=10 * boundaries),
     )
     plan = plan_step(model, choice)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.planner.prediction import next_plan
+from offload.planner.measured import next_plan
 from offload.planning.plan import CELLS, Kind
 from tests.offload.planning.proof import validate
 
@@ -66,7 +66,7 @@ def test_a_step_does_what_its_plan_said_before_as_soon_as_sizes_are_known(
     model = OffloadModel(bare, "cpu", tmp_path / "home", num_slices=5, **{"checkpoint_activation": True, **settings})
     for training in (True, False):
         x = torch.randn(7, 8)
-        pieces = model._micro_batches.rows(7)
+        pieces = model._rows(7)
         assert model.plan(7, training=training).actions
         for _ in range(2):
             planned = next_plan(model._homes, pieces, training=training)
