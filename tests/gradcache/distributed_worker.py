@@ -11,7 +11,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +26,8 @@ from gradcache.functional import cached, cat_input_tensor, gather_input_tensor
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from gradcache.sentence_transformers import CachedGISTEmbedLoss, CachedMultipleNegativesRankingLoss
 from offload import OffloadModel
-from tests.gradcache.towers import Sentences, tower
+from tests.gradcache.towers import WAYS, Sentences, tower
+from tests.gradients import assert_same_step
 
 
 def batch(rows: int, seed: int) -> Tensor:
@@ -39,28 +42,6 @@ def parts_of(rows: list[int], rank: int, *tensors: Tensor) -> list[Tensor]:
     """This process's rows of whole batches; targets may have several rows per query."""
     start = sum(rows[:rank])
     return [t[start * (len(t) // sum(rows)) : (start + rows[rank]) * (len(t) // sum(rows))] for t in tensors]
-
-
-def whole(tensor: Any) -> Tensor:
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full
-
-
-def assert_same(models: list[Any], expected: list[Any], tolerance: float = 1e-6) -> None:
-    """Gradients of the parameters of two lists of modules."""
-    pairs = zip(nn.ModuleList(models).parameters(), nn.ModuleList(expected).parameters(), strict=True)
-    for mine, theirs in [(p.grad, q.grad) for p, q in pairs]:
-        assert (mine is None) == (theirs is None)
-        if mine is not None:
-            assert float((whole(mine) - theirs).abs().max()) < tolerance
-
-
-def refusal_of(step: Callable[[], object]) -> str:
-    try:
-        step()
-    except ValueError as error:
-        return str(error)
-    return "accepted"
 
 
 def compare(rank: int, rows: list[int], chunk: int, negatives: int, **how: Any) -> None:
@@ -82,13 +63,13 @@ def compare(rank: int, rows: list[int], chunk: int, negatives: int, **how: Any) 
     loss = references(expected[0](x), expected[1](y))
     loss.backward()
     wrappers = {id(m): DistributedDataParallel(m, static_graph=bool(static)) for m in ours}
-    sizes = count_reduced_elements()
     towers = [wrappers[id(m)] for m in ours]
-    mine = GradCache(towers, chunk, loss_fn)(*parts_of(rows, rank, x, y), no_sync_except_last=True)
-    reduced = sizes()
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduces:
+        mine = GradCache(towers, chunk, loss_fn)(*parts_of(rows, rank, x, y), no_sync_except_last=True)
+    reduced = [call.args[0].numel() for call in reduces.call_args_list]
     trained = [loss_fn, *ours] if temperature else ours
     assert abs(float(mine) - float(loss.detach())) < 1e-6
-    assert_same(trained, [references, *expected] if temperature else expected)
+    assert_same_step([references, *expected] if temperature else expected, trained)
     parameters = list(nn.ModuleList(trained).parameters())
     assert sorted(reduced) == sorted([sum(p.numel() for p in parameters), len(parameters), len(y) * 6, 1])
 
@@ -103,22 +84,6 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.inner(x * self.scale, y)
-
-
-def count_reduced_elements() -> Callable[[], list[int]]:
-    """Notes the size of every all-reduce from now until the result is called."""
-    original, sizes = dist.all_reduce, []
-
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    def stop() -> list[int]:
-        dist.all_reduce = original
-        return sizes
-
-    dist.all_reduce = counting
-    return stop
 
 
 def unused_parameters_and_gradients_of_before(rank: int) -> None:
@@ -136,7 +101,7 @@ def unused_parameters_and_gradients_of_before(rank: int) -> None:
     first = sum(expected[0](batch(4, 10 * r)).square().sum() for r in range(2))
     ((first + expected[1](batch(4, 1)).square().sum()) / 2).backward()
     expected[0][0].weight.grad += 5.0 + rank
-    assert_same(models, expected, 1e-5)
+    assert_same_step(expected, models)
 
 
 def buffers_follow_rank_0(rank: int) -> None:
@@ -180,14 +145,15 @@ def functional(rank: int) -> None:
     def width(x: Tensor) -> int:
         return x.size(1)
 
-    assert_same([model], [expected])
+    assert_same_step([expected], [model])
     assert width(torch.zeros(2, 3 + rank)) == 3 + 4
 
 
 def offloaded_tower_in_a_wrapper(rank: int) -> None:
     model = OffloadModel(tower(1), "cpu", num_slices=2, checkpoint_activation=True)
     step = GradCache([DistributedDataParallel(model)], 2, square)
-    assert "average them after the step" in refusal_of(lambda: step(batch(4, rank)))
+    with pytest.raises(ValueError, match="average them after the step"):
+        step(batch(4, rank))
 
 
 def narrow(rank: int) -> None:
@@ -232,23 +198,14 @@ class Shifted(nn.Module):
 
 def head(rank: int, spelling: str, kind: str) -> None:
     """What is trained besides a wrapped tower, in a function spelt in one of several ways."""
-    modules = (
-        [Scaled(SimpleContrastiveLoss()), Shifted(6), Shifted(8)],
-        [Scaled(DistributedContrastiveLoss()), Shifted(6), Shifted(8)],
-    )
-    k = ["loss_fn", "get_rep_fn", "process_fn"].index(kind)
-    expected, x, y = tower(1), batch(8, 3), batch(8, 4)
-    loss, rep, process = modules[0]
-    plain = SimpleContrastiveLoss()
-    sides = [process(side) if k == 2 else side for side in (x, y)]
-    reps = [rep(expected(side)) if k == 1 else expected(side) for side in sides]
-    (loss if k == 0 else plain)(*reps).backward()
-    model = tower(1)
-    wrapped = DistributedDataParallel(model)
-    ours = modules[1][k]
-    functions: dict[str, Any] = {"loss_fn": DistributedContrastiveLoss(), kind: SPELLINGS[spelling](ours)}
-    GradCache([wrapped, wrapped], 2, **functions)(*parts_of([5, 3], rank, x, y))
-    assert_same([model, ours], [expected, modules[0][k]])
+    losses = SimpleContrastiveLoss(), DistributedContrastiveLoss()
+    kinds = [{"loss_fn": Scaled(loss), "get_rep_fn": Shifted(6), "process_fn": Shifted(8)} for loss in losses]
+    theirs, ours = (each[kind] for each in kinds)
+    expected, model, x, y = tower(1), tower(1), batch(8, 3), batch(8, 4)
+    GradCache([expected] * 2, 8, **{"loss_fn": losses[0], kind: theirs})(x, y)
+    functions: dict[str, Any] = {"loss_fn": losses[1], kind: SPELLINGS[spelling](ours)}
+    GradCache([DistributedDataParallel(model)] * 2, 2, **functions)(*parts_of([5, 3], rank, x, y))
+    assert_same_step([expected, theirs], [model, ours])
 
 
 HIDDEN = Scaled(SimpleContrastiveLoss())
@@ -265,7 +222,8 @@ def hidden_parameter_is_refused(rank: int) -> None:
 
         functions: dict[str, Any] = {"loss_fn": DistributedContrastiveLoss(), kind: hidden}
         cache = GradCache([DistributedDataParallel(model)] * 2, 2, **functions)
-        assert "make the function an nn.Module" in refusal_of(partial(cache, batch(4, 1), batch(4, 2)))
+        with pytest.raises(ValueError, match="make the function an nn"):
+            cache(batch(4, 1), batch(4, 2))
     assert all(p.grad is None for p in [*model.parameters(), *HIDDEN.parameters()])
 
 
@@ -288,7 +246,7 @@ def other_forward_of_the_wrapper(rank: int, how: str) -> None:
         reps = cache.encode(*mine)
         after = wrapped(mine[0]).square().mean() if how == "after" else 0.0
         (DistributedContrastiveLoss()(*reps) + before + after).backward()
-    assert_same([model], [expected])
+    assert_same_step([expected], [model])
 
 
 def sharded(rank: int) -> None:
@@ -303,16 +261,15 @@ def sharded(rank: int) -> None:
         for layer in [model[0], model[-1], *([model] if with_whole else [])]:
             fully_shard(layer)
         GradCache([model, model], 2, DistributedContrastiveLoss())(*parts_of([4, 4], rank, x, y))
-        assert_same([model], [expected])
+        assert_same_step([expected], [model])
     for evaluates in (False, True):
         ran: list[int] = []
         model = tower(1)
         model.register_forward_pre_hook(lambda module, given, ran=ran: ran.append(len(given[0])))
         fully_shard(model)
         cache = GradCache([model, model], 2, DistributedContrastiveLoss())
-        with torch.set_grad_enabled(not evaluates):
-            refusal = refusal_of(partial(cache, *parts_of([6, 2], rank, x, y)))
-        assert "as many chunks in every process" in refusal
+        with torch.set_grad_enabled(not evaluates), pytest.raises(ValueError, match="as many chunks in every process"):
+            cache(*parts_of([6, 2], rank, x, y))
         assert ran == []
 
 
@@ -333,7 +290,7 @@ def beside_a_mesh(rank: int, kind: str) -> None:
         towers, expected, ours = [ours[0]] * 2, [expected[0]] * 2, [ours[0]] * 2
     losses[0](expected[0](x), expected[1](y)).backward()
     GradCache(towers, 2, losses[1])(*parts_of([4, 4], rank, x, y))
-    assert_same([*ours, losses[1]], [*expected, losses[0]])
+    assert_same_step([*expected, losses[0]], [*ours, losses[1]])
 
 
 def hooks(rank: int, how: str) -> None:
@@ -358,14 +315,9 @@ def hooks(rank: int, how: str) -> None:
     for parameter in rates[1].parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-bound, bound))
         parameter.register_post_accumulate_grad_hook(step)
-    cache = GradCache([DistributedDataParallel(rates[1])], 3 - rank, square)
-    if how == "step":
-        cache(batch(4, rank))
-    else:
-        cache.encode(batch(4, rank))[0].square().sum().backward()
+    WAYS[how]([DistributedDataParallel(rates[1])], 3 - rank, square, batch(4, rank))
     assert len(steps) == 4
-    for mine, theirs in zip(rates[1].parameters(), rates[0].parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(rates[1].state_dict(), rates[0].state_dict())
 
 
 def hooks_of_shards(rank: int, how: str) -> None:
@@ -375,11 +327,7 @@ def hooks_of_shards(rank: int, how: str) -> None:
     fully_shard(model)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: calls.append(1))
-    cache = GradCache([model], 2, square)
-    if how == "step":
-        cache(batch(4, rank))
-    else:
-        cache.encode(batch(4, rank))[0].square().sum().backward()
+    WAYS[how]([model], 2, square, batch(4, rank))
     assert len(calls) == 4
 
 
@@ -403,7 +351,7 @@ def ranking(rank: int, guided: bool = False, **options: Any) -> None:
     mine = loss([{"input_ids": column} for column in parts_of([5, 3], rank, *columns)])
     mine.backward()
     assert abs(float(mine) - float(value)) < 1e-5
-    assert_same([model], [expected], 1e-5)
+    assert_same_step([expected], [model])
 
 
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -465,7 +413,7 @@ def main(rank: int, store: str) -> None:
         try:
             claim(rank)
             failures[name] = ""
-        except Exception:
+        except BaseException:  # a failure of pytest is no Exception
             failures[name] = traceback.format_exc()
     dist.barrier()
     dist.destroy_process_group()

@@ -17,12 +17,10 @@ from gradcache import GradCache
 from gradcache.chunks import split_input
 from gradcache.functional import cached, cat_input_tensor
 from gradcache.loss import SimpleContrastiveLoss
-from gradcache.sentence_transformers import (
-    CachedMultipleNegativesRankingLoss,
-    MegaBatchMarginLoss,
-)
+from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss, MegaBatchMarginLoss
 from offload import MemoryPolicy, OffloadModel
-from tests.gradcache.towers import WAYS, Calls, Output, assert_same_gradients, energy, in_chunks, offloaded
+from tests.gradcache.towers import WAYS, Calls, Output, energy, in_chunks, offloaded
+from tests.gradients import assert_same_step
 
 
 class Overwriting(nn.Module):
@@ -52,7 +50,7 @@ def test_a_model_that_writes_over_a_tokenizer_s_mapping_meets_a_copy_in_both_pas
     reps = [bare(each["x"].clone(), each["mask"]) for each in inputs]
     SimpleContrastiveLoss()(*reps).backward()
     GradCache([model, model], 3, SimpleContrastiveLoss(), split_input_fn=cut)(*inputs)
-    assert_same_gradients([bare], [model])
+    assert_same_step([bare], [model])
     assert all(torch.equal(each["x"], old) for each, old in zip(inputs, before, strict=True))
 
 
@@ -80,9 +78,7 @@ def test_bound_methods_are_towers() -> None:
     torch.manual_seed(1)
     loss = GradCache([clip.encode_image, clip.encode_text], 4, SimpleContrastiveLoss())(x, y)
     torch.testing.assert_close(loss, expected)
-    assert_same_gradients([bare], [clip])
-    for mine, theirs in zip(clip.buffers(), bare.buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    assert_same_step([bare], [clip])
 
 
 def test_a_callable_keeps_gradients_of_before_after_an_exception_and_can_be_evaluated() -> None:
@@ -162,7 +158,7 @@ def test_an_output_with_fields_that_the_loss_ignores(way: str, read: str) -> Non
     for _ in range(2 if way == "shards together" else 1):  # once their memory is known
         model.zero_grad()
         WAYS["encode" if way == "encode" else "step"](towers, 2, loss, x, y)
-    assert_same_gradients([bare], [model])
+    assert_same_step([bare], [model])
 
 
 def test_a_cached_method_of_a_plain_object_counts_buffers_once() -> None:
@@ -206,9 +202,7 @@ def test_inference_mode_returns_the_loss_as_no_grad_does(streamed: bool, given: 
         losses.append(loss.item())
         nets.append(tower)
     assert losses[0] == losses[1]
-    assert_same_gradients([nets[0]], [nets[1]])
-    for a, b in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
-        assert torch.equal(a, b)
+    assert_same_step([nets[0]], [nets[1]])
 
 
 class InPlace(nn.Module):
@@ -277,7 +271,7 @@ def test_a_list_with_process_fn_is_cut_between_its_rows(kind: str, execution: st
     cache = GradCache([tower, tower], 3, LOSS, process_fn=to_one_width)
     LOSS(bare(process(given)), bare(process(given))).backward()
     cache(given, given)
-    assert_same_gradients([bare], [ours])
+    assert_same_step([bare], [ours])
     assert ours[0].rows <= {2, 3}
 
 
@@ -292,7 +286,7 @@ def test_texts_without_process_fn_are_the_model_s_one_argument(kind: Any) -> Non
     texts = kind(TEXTS)
     LOSS(bare(texts), bare(texts)).backward()
     GradCache([ours, ours], 3, LOSS)(texts, texts)
-    assert_same_gradients([bare], [ours])
+    assert_same_step([bare], [ours])
     assert ours.rows == {2, 3}
 
 
@@ -376,7 +370,7 @@ def test_the_advised_get_rep_fn_gives_the_whole_batch_s_step() -> None:
     expected.backward()
     by_row = GradCache([ours], 3, between_views, get_rep_fn=lambda out: out.unflatten(0, (2, -1)).transpose(0, 1))
     torch.testing.assert_close(by_row(views), expected.detach())
-    assert_same_gradients([bare], [ours])
+    assert_same_step([bare], [ours])
 
 
 def test_pooled_chunks_are_refused_and_a_split_function_may_say_what_a_row_is() -> None:
@@ -399,7 +393,7 @@ def test_pooled_chunks_are_refused_and_a_split_function_may_say_what_a_row_is() 
         [ours], 3, lambda z: z.square().sum(), lambda given, _: [[t[:3] for t in given], [t[3:] for t in given]]
     )
     cache([x, group])
-    assert_same_gradients([bare], [ours])
+    assert_same_step([bare], [ours])
 
 
 # --- outputs that are no representations -----------------------------------------------------------------------------

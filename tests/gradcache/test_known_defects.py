@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from gradcache import GradCache
 from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
-from tests.gradcache.towers import assert_same_gradients, energy, offloaded, tower
+from tests.gradcache.towers import energy, offloaded, tower
+from tests.gradients import assert_same_step
 
 
 class Named(nn.Module):
@@ -51,7 +52,7 @@ def test_every_form_of_input_reaches_the_model_with_all_its_rows(form: str) -> N
     }[form]
     energy(loss(bare)).backward()
     GradCache([ours], 3, energy, broadcast=("table",))(given)
-    assert_same_gradients([bare], [ours])
+    assert_same_step([bare], [ours])
 
 
 def test_extra_inputs_models_and_chunk_sizes_are_refused() -> None:
@@ -90,8 +91,8 @@ def test_cache_follows_a_split_function_that_does_not_follow_the_chunk_size() ->
     (bare(x) * weight).sum().backward()
     for model in (ours, offloaded(shards)):
         GradCache([model], 4, lambda r: (r * weight).sum(), split_input_fn=lambda x, size: list(x.split([1, 6, 3])))(x)
-    assert_same_gradients([bare], [ours])
-    assert_same_gradients([bare], [shards])
+    assert_same_step([bare], [ours])
+    assert_same_step([bare], [shards])
 
 
 # -- 3: generators -------------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def test_autocast_in_bfloat16_equals_the_whole_batch_under_autocast(outer: bool)
             GradCache([ours, ours], 6, SimpleContrastiveLoss())(x, y)
     else:
         GradCache([ours, ours], 6, SimpleContrastiveLoss(), precision=torch.bfloat16)(x, y)
-    assert_same_gradients([bare], [ours], tolerance=2e-2)
+    assert_same_step([bare], [ours], tolerance=2e-2)
 
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
@@ -230,4 +231,4 @@ def test_fp16_needs_a_scaler_and_scales_the_gradients() -> None:
     loss = GradCache([ours], 2, energy, fp16=True, scaler=scaler)(x)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-2)
     scaler.unscale_(optimizer)
-    assert_same_gradients([bare], [ours], tolerance=5e-2)
+    assert_same_step([bare], [ours], tolerance=5e-2)

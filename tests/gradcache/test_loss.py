@@ -15,10 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcache import tiled
-from gradcache.loss import (
-    ContrastiveLossWithQueryClosure,
-    SimpleContrastiveLoss,
-)
+from gradcache.loss import ContrastiveLossWithQueryClosure, SimpleContrastiveLoss
 
 
 def representations(rows: int, targets: int, seed: int = 0, width: int = 5) -> tuple[Tensor, Tensor]:
@@ -107,8 +104,7 @@ def test_loss_by_tiles_equals_the_loss_in_one_piece(kind: str, rows: int, tile_r
     loss = ours(kind, tile_rows)(a, b, **labels)
     (loss * factor).backward()
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(a.grad, x.grad, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(b.grad, y.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close((a.grad, b.grad), (x.grad, y.grad), rtol=1e-4, atol=1e-6)
 
 
 class Largest(TorchDispatchMode):
@@ -168,8 +164,7 @@ def test_tiled_trains_a_temperature_that_the_function_only_closes_over() -> None
     outside = scales[1].exp()  # with a graph of its own, shared by all tiles
     loss = tiled(lambda p, q, t: F.cross_entropy(p @ q.T * outside, t), tile_rows=2, cut=(2,))
     loss(a, b, target).backward()
-    torch.testing.assert_close(scales[1].grad, scales[0].grad)
-    torch.testing.assert_close(a.grad, x.grad)
+    torch.testing.assert_close((scales[1].grad, a.grad), (scales[0].grad, x.grad))
 
 
 @pytest.mark.usefixtures("large")

@@ -240,17 +240,3 @@ def in_chunks(models: Sequence[nn.Module], size: int, loss: Callable[..., Tensor
     value = loss(*(torch.cat([model(part.clone()) for part in given.split(size)]) for model, given in pairs))
     value.backward()
     return value.detach()
-
-
-def assert_same_gradients(expected: Sequence[nn.Module], actual: Sequence[nn.Module], tolerance: float = 1e-6) -> None:
-    """Gradients of the parameters of two lists of modules, by name."""
-    theirs, mine = (dict(nn.ModuleList(modules).named_parameters()) for modules in (expected, actual))
-    assert mine.keys() == theirs.keys()
-    for name, parameter in theirs.items():
-        found = mine[name].grad
-        assert (found is None) == (parameter.grad is None), name
-        if found is not None:
-            words = f"gradient of {name} differs"
-            narrow = parameter.dtype == torch.bfloat16
-            how = {} if narrow else {"rtol": 1e-5, "atol": tolerance}
-            torch.testing.assert_close(found.to_dense(), parameter.grad.to_dense(), msg=words, **how)
