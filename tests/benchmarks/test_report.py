@@ -15,15 +15,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import BENCHMARKS, RESULTS, main
-from benchmarks.harness.benchmark import (
-    Benchmark,
-    Run,
-    broken_bounds,
-    publish,
-    read_header,
-    read_run,
-    write_lines,
-)
+from benchmarks.harness.benchmark import Benchmark, Run, broken_bounds, publish, read_header, read_run, write_lines
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.environment import environment_facts, filesystem_of
 from benchmarks.harness.settings import add_options, option, settings_of

@@ -38,7 +38,7 @@ def gradients(function: Any, inputs: Any, loss: Any, *, wrap: Any) -> Any:
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     output = checkpoint(function, tuple(leaves)) if wrap else function(tuple(leaves))
     loss(output).backward()
-    return output, [leaf.grad for leaf in leaves], torch.get_rng_state(), random.getstate()
+    return output, [leaf.grad for leaf in leaves], torch.get_rng_state().tolist(), random.getstate()
 
 
 def assert_transparent(function: Any, inputs: Any, loss: Any) -> None:
@@ -46,17 +46,12 @@ def assert_transparent(function: Any, inputs: Any, loss: Any) -> None:
     ours = gradients(function, inputs, loss, wrap=True)
     for a, b in zip(torch.utils._pytree.tree_leaves(bare[0]), torch.utils._pytree.tree_leaves(ours[0]), strict=True):
         if isinstance(a, Tensor):
-            assert torch.equal(a, b)
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
             assert a.requires_grad == b.requires_grad
-            assert a.dtype == b.dtype
         else:
             assert a is b or a == b
-    for a, b in zip(bare[1], ours[1], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b)  # the order of additions may differ
-    assert torch.equal(bare[2], ours[2])
-    assert bare[3] == ours[3]
+    torch.testing.assert_close(bare[1], ours[1])  # the order of additions may differ
+    assert bare[2:] == ours[2:]
 
 
 # The outputs a layer may return, each made from (x, y): which of them the loss reaches is drawn.
@@ -197,8 +192,7 @@ def test_a_gradient_penalty_is_that_of_the_bare_function() -> None:
         (gradient.square().sum() + run(x).sum()).backward()
         found.append([x.grad, *(p.grad for p in layer.parameters())])
         layer.zero_grad()
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*found)
 
 
 class FailsTheSecondTime(nn.Module):
@@ -272,8 +266,7 @@ def test_inside_torch_checkpoint_the_gradients_are_the_same(reentrant: Any) -> N
         (torch_checkpoint(outer, x, use_reentrant=reentrant) if wrap else layer(x * 2).sin()).sum().backward()
         return [x.grad, layer[0].weight.grad.clone()]
 
-    for a, b in zip(run(True), run(False), strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, run(True), run(False)))
 
 
 def test_a_nested_checkpoint_inside_ours_gives_the_same_gradients() -> None:
@@ -309,13 +302,10 @@ class TestSurroundings:
         assert torch.equal(x.grad, sum(y.detach() for y in outputs))
 
 
-class TestCalls:
-    """Those of ``torch.utils.checkpoint``."""
-
-    @pytest.mark.parametrize("option", ["context_fn", "determinism_check", "debug", "early_stop"])
-    def test_other_options_of_torch_are_refused_by_name(self, option: str) -> None:
-        with pytest.raises(TypeError, match=f"got {option} of torch.utils.checkpoint"):
-            checkpoint(nn.Tanh(), torch.ones(1), **{option: None})
+@pytest.mark.parametrize("option", ["context_fn", "determinism_check", "debug", "early_stop"])
+def test_other_options_of_torch_are_refused_by_name(option: str) -> None:
+    with pytest.raises(TypeError, match=f"got {option} of torch.utils.checkpoint"):
+        checkpoint(nn.Tanh(), torch.ones(1), **{option: None})
 
 
 @pytest.mark.cuda

@@ -3,16 +3,16 @@
 The waits between the stages of a train pipeline have a table of their own (``train/test_waits.py``).
 """
 
+import contextlib
 import inspect
 import threading
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 
-from pipe import Pipe, stream, threads
+from pipe import stream, threads
 from pipe.copy import Copy, Wait
 from pipe.stream import CPUStream, wait_stream
 from pipe.threads import Future, Threads
@@ -86,22 +86,25 @@ def waits_order_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @fails_with("the allocator does not know the users")
-def a_copy_tells_the_allocator_who_uses_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = []
-    source, target = LateStream(), CPUStream
-    LateCuda(monkeypatch)
-    monkeypatch.setattr("pipe.copy.record_stream", lambda tensor, user: log.append(user))
-    Copy.apply(source, target, torch.zeros(1))
-    assert log == [source, CPUStream], "the allocator does not know the users"
+def a_copy_uses_both_copy_streams_and_tells_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr("pipe.copy.use_stream", lambda s: contextlib.nullcontext(log.append(f"use {s}")))
+    monkeypatch.setattr("pipe.copy.get_device", lambda s: torch.device("cpu"))
+    monkeypatch.setattr("pipe.copy.record_stream", lambda t, s: log.append(f"{t.tolist()} read on {s}"))
+    monkeypatch.setattr("pipe.copy.current_stream", lambda device: "compute")
+    (y,) = Copy.apply("a", "b", torch.zeros(1, requires_grad=True))
+    y.backward(torch.ones(1))
+    forward = ["use a", "use b", "[0.0] read on a", "[0.0] read on compute"]
+    backward = ["use b", "use a", "[1.0] read on b", "[1.0] read on compute"]
+    assert log == [*forward, *backward], "the allocator does not know the users"
 
 
 @fails_with("a copy lacks a wait")
 def a_pipe_waits_on_both_sides_of_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeline = Timeline(monkeypatch, "never")
-    pipe = Pipe(nn.Sequential(Stash(), Pop()), [1, 1], chunks=1, checkpoint="never")
-    for j, stage in enumerate(pipe._stages):
-        stage.device = torch.device("cpu", j)
-    pipe(torch.ones(1, 1))
+    timeline = Timeline(monkeypatch, Stash(), Pop())
+    timeline.pipe(torch.ones(1, 1))
     there = ["wait compute0>copy0"] * 2, ["copy copy0>copy1"] * 2, ["wait copy1>compute1"] * 2
     assert timeline.take() == [event for events in there for event in events], "a copy lacks a wait"
 
@@ -246,8 +249,14 @@ WAITS = {
     },
     "pipe.copy": {
         "_moved": [
-            ("record_stream(tensor, source)", a_copy_tells_the_allocator_who_uses_its_ends),
-            ("record_stream(copied, reader)", a_copy_tells_the_allocator_who_uses_its_ends),
+            (
+                "record_stream(tensor, source)",
+                a_copy_uses_both_copy_streams_and_tells_the_allocator,
+            ),
+            (
+                "record_stream(copied, reader)",
+                a_copy_uses_both_copy_streams_and_tells_the_allocator,
+            ),
         ],
         "Wait.forward": [("wait_stream(next_stream, prev_stream)", waits_order_both_directions)],
         "Wait.backward": [("wait_stream(ctx.prev_stream, ctx.next_stream)", waits_order_both_directions)],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe import Pipe
+from tests.gradients import assert_same_step
 from tests.pipe.turns import Turner
 from tests.programs import Program, run_programs
 
@@ -28,11 +29,8 @@ def pair(**arguments: object) -> tuple[Pipe, nn.Sequential]:
 
 
 def assert_same(pipe: Pipe, bare: nn.Sequential) -> None:
-    for (name, p), (_, q) in zip(pipe.named_parameters(), bare.named_parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad)
+    torch.testing.assert_close(pipe.state_dict(), bare.state_dict())
+    assert_same_step([bare], [pipe])
 
 
 def step_in_backward(layer: Any) -> list[str]:
@@ -79,8 +77,7 @@ def test_hooks_and_an_optimizer_in_backward_see_the_whole_gradient_once(checkpoi
         assert_same(pipe, bare)
     assert sorted(steps) == sorted(expected) == ["bias", "bias", "weight", "weight"]
     assert len(seen[pipe]) == len(seen[bare]) == 4
-    for one, other in zip(*(sorted(seen[model], key=lambda g: float(g.sum())) for model in (pipe, bare)), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*(sorted(seen[model], key=lambda g: float(g.sum())) for model in (pipe, bare)))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when the optimizers are imported

@@ -7,14 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.microbatch import (
-    NoChunk,
-    check,
-    gather_nested,
-    rows_of,
-    rows_of_micro_batches,
-    split_nested,
-)
+from pipe.microbatch import NoChunk, check, gather_nested, rows_of, rows_of_micro_batches, split_nested
 from pipe.nested import flatten
 
 

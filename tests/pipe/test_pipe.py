@@ -1,5 +1,6 @@
 """A Pipe is the bare module on the same micro-batches: same outputs, gradients, buffers, generator states and names."""
 
+import collections
 import copy
 import itertools
 import pickle
@@ -19,6 +20,7 @@ from pipe.microbatch import gather_nested, split_nested
 from pipe.schedule import fill_drain, one_forward_one_backward
 from pipe.skip import Namespace, pop, skippable, stash
 from pipe.skip.tracker import use_skip_tracker
+from tests.gradients import gradients
 from tests.pipe.test_checkpoint import Log
 from tests.pipe.turns import Turner
 from tests.programs import run_program
@@ -141,14 +143,9 @@ def states() -> Any:
 
 def assert_same(a: Any, b: Any, x: Any, y: Any) -> None:
     """Two models after a step, and their inputs."""
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
-    for (name, p), q in zip(a.named_buffers(), b.buffers(), strict=True):
-        assert torch.equal(p, q), name
-    if x.requires_grad:
-        torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-12)
+    found, expected = ([each.grad for each in (*model.parameters(), given)] for model, given in ((a, x), (b, y)))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(list(a.buffers()), list(b.buffers()), rtol=0, atol=0)
 
 
 @settings(max_examples=190)
@@ -322,18 +319,18 @@ class TestSettings:
             y = torch.utils.checkpoint.checkpoint(pipe, x, use_reentrant=False) if wrap else pipe(x)
             y.sum().backward()
             grads.append([p.grad for p in pipe.parameters() if p.grad is not None])
-        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        assert all(map(torch.equal, *grads))
         again = [True] * (mode == "except_last")
         assert seen == [False, False, *again, False, False, True, True, *again]
 
 
 class Fails(nn.Module):
-    def __init__(self, error: Any, when: Any = lambda: True) -> None:
+    def __init__(self, error: Any) -> None:
         super().__init__()
-        self.error, self.when = error, when
+        self.error = error
 
     def forward(self, x: Any) -> Any:
-        if self.error is not None and self.when():
+        if self.error is not None:
             raise self.error
         return x
 
@@ -354,39 +351,49 @@ class TestExceptions:
         x = torch.randn(3, WIDTH)
         torch.testing.assert_close(pipe(x), linears(2)(x))
 
-    @pytest.mark.parametrize("when", ["forward", "backward", "loss"])
-    def test_after_a_failed_step_gradients_are_those_of_before_and_hooks_run_again(self, when: Any) -> None:
-        runs = []
+    @pytest.mark.parametrize(
+        ("when", "chunks"),
+        [
+            *itertools.product(("forward", "recomputation", "backward", "loss"), [3]),
+            *itertools.product(("forward", "backward", "loss"), [1]),  # of one cell, which takes a way of its own
+        ],
+    )
+    def test_after_a_failed_step_gradients_are_those_of_before_and_hooks_run_again(
+        self, when: str, chunks: int
+    ) -> None:
+        seen, calls = collections.Counter[str](), list[int]()
 
-        def later() -> Any:
-            runs.append(is_recomputing())
-            return is_recomputing() if when == "backward" else len(runs) == 3
+        def reach(place: str) -> None:
+            seen[place] += 1
+            if place == when and seen[place] == chunks:
+                raise ValueError("no")
 
-        fails = Fails(None if when == "loss" else ValueError("no"), later)
-        pipe = Pipe(nn.Sequential(*linears(1), fails, nn.Linear(WIDTH, WIDTH)), [2, 1], chunks=3, checkpoint="always")
-        pipe[0].weight.grad = before = torch.ones(WIDTH, WIDTH)
-        calls = []
-        handle = pipe[0].weight.register_hook(lambda _: calls.append(1))
-        pipe[2].weight.register_post_accumulate_grad_hook(lambda _: calls.append(2))
-        losses = []
+        def layer(_: Any, x: Any) -> Any:
+            reach("recomputation" if is_recomputing() else "forward")
+            y = x * 1
+            y.register_hook(lambda _: reach("backward"))
+            return y
 
         def loss_fn(output: Any, target: Any) -> Any:
-            losses.append(1)
-            if when == "loss" and len(losses) == 2:
-                raise ValueError("no")
-            return (output - target).square().mean()
+            reach("loss")
+            return nn.functional.mse_loss(output, target)
 
+        layers = nn.Sequential(*linears(1), Returns(layer), nn.Linear(WIDTH, WIDTH))
+        pipe = Pipe(layers, [2, 1] if chunks > 1 else [3], chunks=chunks, checkpoint="always")
+        pipe[0].weight.grad = before = torch.ones(WIDTH, WIDTH)
+        handle = pipe[0].weight.register_hook(lambda _: calls.append(1))
+        pipe[2].weight.register_post_accumulate_grad_hook(lambda _: calls.append(2))
+        step = partial(pipe.train_step, torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn, reduction="mean")
         with pytest.raises(ValueError, match="no"):
-            pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn, reduction="mean")
+            step()
         assert pipe[0].weight.grad is before
         assert torch.equal(before, torch.ones(WIDTH, WIDTH))
         assert pipe[0].bias.grad is None
         assert not calls
-        fails.error = None
-        pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), nn.MSELoss())
+        step()
         handle.remove()
-        pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), nn.MSELoss())
-        assert calls == [1, 2, 2]
+        step()
+        assert sorted(calls) == [1, 2, 2]
         assert pipe[0].weight.grad is before
         assert not torch.equal(before, torch.ones(WIDTH, WIDTH))
 
@@ -696,5 +703,4 @@ def test_two_cuda_devices_give_the_gradients_of_the_bare_module() -> None:
     pipe(x).sum().backward()
     bare = linears()
     bare(x).sum().backward()
-    for p, q in zip(pipe.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.cpu(), q.grad)
+    torch.testing.assert_close(gradients(pipe), gradients(bare), check_device=False)

@@ -313,9 +313,7 @@ class Lab:
                 return outputs
 
     def assert_same(self, model: nn.Module, reference: nn.Module) -> None:
-        expected = reference.state_dict()
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(model.state_dict(), reference.state_dict(), atol=1e-6, rtol=1e-6)
 
     def check_training(
         self,
