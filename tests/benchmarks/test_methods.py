@@ -35,9 +35,7 @@ def test_every_gradcache_method_gives_the_gradient_of_the_whole_batch_in_two_ste
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_every_pipe_of_ours_gives_the_gradients_of_the_bare_model(
-    name: str, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_pipes_give_gradients_of_the_bare_model(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     models: list[nn.Sequential] = []
     build = Settings.model
 

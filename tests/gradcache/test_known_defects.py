@@ -205,9 +205,7 @@ def test_autocast_in_bfloat16_equals_the_whole_batch_under_autocast(outer: bool)
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 @pytest.mark.parametrize("evaluate", [False, True])
-def test_weights_stay_trainable_inside_an_autocast_that_a_step_ran_in(
-    precision: torch.dtype | None, evaluate: bool
-) -> None:
+def test_weights_stay_trainable_inside_an_autocast_around_a_step(precision: torch.dtype | None, evaluate: bool) -> None:
     model = tower()
     x = torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -19,9 +19,7 @@ from tests.gradients import assert_same_step
 
 @pytest.mark.parametrize("chunks", [1, 64])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_each_shard_is_loaded_twice_at_most_and_each_layer_runs_so_often_per_chunk(
-    chunks: int, on_disk: bool, tmp_path: Path
-) -> None:
+def test_shards_are_loaded_twice_and_layers_run_so_often_a_chunk(chunks: int, on_disk: bool, tmp_path: Path) -> None:
     calls: list[int] = []
     layers = tower()
     for layer in layers:

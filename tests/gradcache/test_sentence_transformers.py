@@ -186,9 +186,7 @@ def margin(a: Tensor, b: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("size", [2, 7, 32])
-def test_loss_and_gradients_are_the_whole_batch_s(
-    name: str, definition: Any, options: dict[str, Any], size: int
-) -> None:
+def test_value_and_gradients_are_the_batch_s(name: str, definition: Any, options: dict[str, Any], size: int) -> None:
     bare, ours = Encoder(), Encoder()
     expected = definition(*(bare(column)["sentence_embedding"] for column in batch(2)))
     (expected * 0.5).backward()

@@ -389,9 +389,7 @@ TOWERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["checkpoint", "graphs"])
 @pytest.mark.parametrize("name", TOWERS)
-def test_a_tower_around_a_model_trains_as_the_plain_one_with_few_loads(
-    name: str, recompute: bool, tmp_path: Path
-) -> None:
+def test_a_tower_around_a_model_is_the_plain_one_with_few_loads(name: str, recompute: bool, tmp_path: Path) -> None:
     """All chunks run in their order: what they write, and draw outside of the body, is as in the plain tower."""
     make, most = TOWERS[name]
     plain = make()

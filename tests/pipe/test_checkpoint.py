@@ -88,9 +88,7 @@ def loss_over(output: Any, reached: Any) -> Any:
     reached=st.sets(st.integers(0, 4)),
     needs=st.sampled_from([(True, True), (True, False), (False, True)]),
 )
-def test_any_mixture_of_outputs_and_any_loss_gives_the_gradients_of_the_bare_function(
-    names: Any, reached: Any, needs: Any
-) -> None:
+def test_any_outputs_and_any_loss_give_gradients_of_the_bare_function(names: Any, reached: Any, needs: Any) -> None:
     def function(inputs: Any) -> Any:
         x, y = inputs
         return tuple(OUTPUTS[name](x, y) for name in names)

@@ -285,9 +285,7 @@ class Holder:
         ("global", lambda held: globals().update(FLAG=2.0), None),
     ],
 )
-def test_a_changed_value_that_the_function_reads_is_as_in_the_forward_or_named(
-    function: str, change: Any, message: str | None
-) -> None:
+def test_a_changed_value_is_as_in_the_forward_or_named(function: str, change: Any, message: str | None) -> None:
     held: dict[str, Any] = {"list": [1.0], "empty": [], "dict": {"a": 1.0}, "set": set(), "object": Holder()}
     held |= {"tensor": torch.ones(WIDTH), "module": nn.Identity()}
     held["module"].factor = 1.0

@@ -75,9 +75,7 @@ def step(layers: nn.Sequential, devices: list[str], mode: str, schedule: str | N
 @pytest.mark.parametrize("schedule", [None, "1f1b", "fill_drain"])
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_stages_on_two_devices_draw_what_they_draw_on_one(
-    source: str, mode: str, schedule: str | None, two_devices: list[str]
-) -> None:
+def test_two_devices_draw_what_one_draws(source: str, mode: str, schedule: str | None, two_devices: list[str]) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(Draws(SOURCES[source]), Draws(SOURCES[source]))
     expected = step(layers, ["cpu", "cpu"], mode, schedule)
@@ -121,9 +119,7 @@ HOLDERS: dict[str, Callable[[nn.Module, Any], Any]] = {
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_a_generator_of_a_layer_draws_the_same_in_its_recomputation(
-    kind: str, holder: str, schedule: str | None, mode: str
-) -> None:
+def test_a_layer_s_generator_draws_the_same_recomputed(kind: str, holder: str, schedule: str | None, mode: str) -> None:
     make, draw = GENERATORS[kind]
     results = []
     for reference in (True, False):

@@ -279,9 +279,7 @@ def plain_events(model: Any, optimizer: Any, steps: Any, loader: Any, size: Any,
     copy=st.integers(0, 4),
     kind=st.sampled_from(["threads", "serial", "sparse"]),
 )
-def test_whatever_fails_the_caller_sees_what_a_plain_loop_shows(
-    counts: Any, data: Any, size: Any, load: Any, copy: Any, kind: Any
-) -> None:
+def test_failures_look_as_in_a_plain_loop(counts: Any, data: Any, size: Any, load: Any, copy: Any, kind: Any) -> None:
     def errors(first: Any, last: Any, *kinds: Any) -> Any:
         """Which errors the batches or reads of these numbers shall raise."""
         return data.draw(st.dictionaries(st.integers(first, max(last, 0)), st.sampled_from(kinds), max_size=2))

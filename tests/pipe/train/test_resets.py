@@ -76,9 +76,7 @@ def by_range(pipeline: Any, batches: Any) -> None:
 
 @BY_LOADER
 @pytest.mark.parametrize("make", [*TRAINING, EvalPipelineSparseDist])
-def test_every_epoch_has_every_batch_once_in_both_ways_to_write_the_loop_and_ends_the_open_window(
-    lab: Any, make: Any, kind: str
-) -> None:
+def test_every_epoch_has_every_batch_once_in_both_loops_and_ends_its_window(lab: Any, make: Any, kind: str) -> None:
     model, loader = Counting(), LOADERS[kind]()
     pipeline = pipeline_of(make, model, **({"grad_accum": 3} if make in TRAINING else {}))
     for number, epoch in enumerate((by_range, by_range, lab.run, by_range, lab.run, lab.run), 1):
@@ -90,9 +88,7 @@ def test_every_epoch_has_every_batch_once_in_both_ways_to_write_the_loop_and_end
 @BY_LOADER
 @pytest.mark.parametrize("make", [PrefetchTrainPipelineSparseDist, EvalPipelineSparseDist])
 @pytest.mark.parametrize("early", [1, 4])
-def test_after_an_epoch_that_was_left_early_each_batch_that_was_read_runs_once(
-    lab: Any, make: Any, kind: str, early: int
-) -> None:
+def test_after_an_epoch_left_early_each_batch_read_runs_once(lab: Any, make: Any, kind: str, early: int) -> None:
     model, loader = Counting(), LOADERS[kind]()
     pipeline = pipeline_of(make, model)
     for _ in range(2):

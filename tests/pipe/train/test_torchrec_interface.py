@@ -100,9 +100,7 @@ def test_without_execute_all_batches_and_with_nothing_ahead_every_batch_runs(lab
 
 
 @pytest.mark.parametrize(("interval", "size", "expected"), [(1, 1, 5), (2, 1, 3), (1, 2, 3), (None, 1, 0)])
-def test_replicated_tables_are_averaged_before_the_steps_whose_turn_it_is(
-    lab: Any, interval: Any, size: Any, expected: Any
-) -> None:
+def test_replicated_tables_are_averaged_at_their_interval(lab: Any, interval: Any, size: Any, expected: Any) -> None:
     log = []
 
     class DMPCollection(Counting):
