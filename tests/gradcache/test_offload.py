@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
-from offload import MemoryPolicy
 from tests.gradcache.towers import offloaded, tower
 from tests.gradients import assert_same_step
 
@@ -89,17 +88,3 @@ def test_bfloat16_gradients_of_a_thousand_chunks_add_up_within_one_percent(how: 
     (weight,) = model.parameters()
     assert weight.grad is not None
     assert float((weight.grad.double() - exact).norm() / exact.norm()) < 0.01
-
-
-def test_chunks_that_the_engine_runs_together_give_the_same_gradient_in_every_step() -> None:
-    def rep(out: Tensor) -> Tensor:
-        return nn.functional.dropout(nn.functional.normalize(out), 0.0)
-
-    bare = tower()
-    ours = offloaded(copy.deepcopy(bare), memory=MemoryPolicy.fixed(activation_bytes="1MiB"))
-    x, y = torch.randn(13, 8), torch.randn(13, 8)
-    step = GradCache([ours, ours], 2, SimpleContrastiveLoss(), get_rep_fn=rep)
-    for _ in range(3):
-        SimpleContrastiveLoss()(rep(bare(x)), rep(bare(y))).backward()
-        step(x, y)
-    assert_same_step([bare], [ours])
