@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import tensors_in
-from pipe.train import Lane, Ticket
+from pipe.train import Lane, PrefetchTrainPipelineSparseDist, Ticket, TrainPipelineBase, TrainPipelineSparseDist
+
+PIPELINES = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
+BOTH = pytest.mark.parametrize("make", PIPELINES[:2])
 
 Pair = namedtuple("Pair", ["x", "y"])
 

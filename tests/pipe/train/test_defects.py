@@ -19,9 +19,7 @@ from torch import nn
 from pipe import Pipe
 from pipe.train import TrainPipelineBase, TrainPipelineSparseDist
 from pipe.train.batch import pageable_bytes
-from tests.pipe.train.conftest import Counting, numbers, pipeline_of
-
-BOTH = pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
+from tests.pipe.train.conftest import BOTH, Counting, numbers, pipeline_of
 
 
 @BOTH

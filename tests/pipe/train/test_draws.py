@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipe.train import InlineLane, Lane, Lanes, Ticket, TrainPipelineBase, TrainPipelineSparseDist
-from tests.pipe.train.conftest import LateLane
-
-BOTH = pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
+from pipe.train import InlineLane, Lane, Lanes, Ticket, TrainPipelineBase
+from tests.pipe.train.conftest import BOTH, LateLane
 
 
 class EagerLane(Lane):

@@ -19,7 +19,7 @@ from pipe.train import (
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
-from tests.pipe.train.conftest import Counting, FakeCached, numbers, pipeline_of
+from tests.pipe.train.conftest import BOTH, Counting, FakeCached, numbers, pipeline_of
 
 
 class Fragile(Counting):
@@ -180,7 +180,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("wrap", [lambda one: one, Wrapped, lambda one: [torch.optim.SGD([torch.zeros(1)]), one]])
-@pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
+@BOTH
 def test_an_optimizer_that_needs_a_closure_is_refused_at_construction(lab: Any, make: Any, wrap: Any) -> None:
     model = lab.model()
     with pytest.raises(TypeError, match=r"without a closure, got LBFGS, whose step has a missing .*'closure': a train"):

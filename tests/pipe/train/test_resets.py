@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from pipe.train import (
-    EvalPipelineSparseDist,
-    PrefetchTrainPipelineSparseDist,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-)
-from tests.pipe.train.conftest import Counting, numbers, pipeline_of
+from pipe.train import EvalPipelineSparseDist, PrefetchTrainPipelineSparseDist
+from tests.pipe.train.conftest import PIPELINES, Counting, numbers, pipeline_of
 
-TRAINING = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
 COUNT = 5
 BATCHES = list(range(COUNT))
 
@@ -75,13 +69,13 @@ def by_range(pipeline: Any, batches: Any) -> None:
 
 
 @BY_LOADER
-@pytest.mark.parametrize("make", [*TRAINING, EvalPipelineSparseDist])
+@pytest.mark.parametrize("make", [*PIPELINES, EvalPipelineSparseDist])
 def test_every_epoch_has_every_batch_once_in_both_loops_and_ends_its_window(lab: Any, make: Any, kind: str) -> None:
     model, loader = Counting(), LOADERS[kind]()
-    pipeline = pipeline_of(make, model, **({"grad_accum": 3} if make in TRAINING else {}))
+    pipeline = pipeline_of(make, model, **({"grad_accum": 3} if make in PIPELINES else {}))
     for number, epoch in enumerate((by_range, by_range, lab.run, by_range, lab.run, lab.run), 1):
         epoch(pipeline, iter(loader))
-        assert pipeline.statistics().steps == (2 * number if make in TRAINING else 0)
+        assert pipeline.statistics().steps == (2 * number if make in PIPELINES else 0)
     assert model.ran == BATCHES * 6
 
 
@@ -111,7 +105,7 @@ def test_after_an_epoch_left_early_each_batch_read_runs_once(lab: Any, make: Any
     ],
     ids=["itself", "map", "generator"],
 )
-@pytest.mark.parametrize("make", TRAINING)
+@pytest.mark.parametrize("make", PIPELINES)
 def test_an_iterator_is_read_in_another_thread_but_never_between_two_calls(make: Any, wrap: Any) -> None:
     inside = threading.Event()
 
@@ -138,7 +132,7 @@ def test_an_iterator_is_read_in_another_thread_but_never_between_two_calls(make:
     assert pipeline.statistics().wait_seconds["load"] > 0
 
 
-@pytest.mark.parametrize("make", TRAINING)
+@pytest.mark.parametrize("make", PIPELINES)
 def test_after_a_failure_a_loader_goes_on_or_begins_again(lab: Any, make: Any) -> None:
     class Failing(InPlace):
         failed = False

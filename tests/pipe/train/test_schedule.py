@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipe.train import Lanes, PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
+from tests.pipe.train.conftest import PIPELINES
 
 COUNT = 5
 
@@ -85,7 +86,7 @@ def test_fill_steady_state_drain_and_late_copies(lab: Any, kind: Any, fill: Any,
 
 @settings(max_examples=30)
 @given(
-    kind=st.sampled_from([TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]),
+    kind=st.sampled_from(PIPELINES),
     data=st.data(),
     behind=st.booleans(),
 )

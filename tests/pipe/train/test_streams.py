@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 
-from pipe.train import (
-    InlineLane,
-    Lanes,
-    PrefetchTrainPipelineSparseDist,
-    ThreadLane,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-)
+from pipe.train import InlineLane, Lanes, ThreadLane
 from tests.late_cuda import LateCuda, LateStream
-from tests.pipe.train.conftest import FakeCached
+from tests.pipe.train.conftest import PIPELINES, FakeCached
 
 
 @pytest.mark.parametrize("first", ["compute", "lanes"])
-@pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist])
+@pytest.mark.parametrize("kind", PIPELINES)
 def test_every_stage_is_issued_on_a_stream_that_waits_for_the_stages_before_and_for_no_compute(
     lab: Any, kind: Any, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
