@@ -9,30 +9,10 @@ from torch import nn
 from pipe import Pipe, pipeline
 from pipe.copy import Copy, Wait
 from pipe.nested import map_tensors
-from pipe.stream import (
-    CPUStream,
-    current_stream,
-    get_device,
-    is_cuda,
-    new_stream,
-    normalize_device,
-    record_stream,
-    use_device,
-    use_stream,
-    wait_stream,
-)
+from pipe.stream import CPUStream, current_stream, new_stream
 from tests.pipe.test_checkpoint import Log
 
 CPU = torch.device("cpu")
-
-
-def test_streams_of_the_cpu_are_one_placeholder_and_all_cpus_one_device() -> None:
-    assert normalize_device("cpu") == normalize_device(torch.device("cpu", 1)) == get_device(CPUStream) == CPU
-    assert not is_cuda(CPUStream)
-    with use_device(CPU), use_stream(CPUStream):
-        wait_stream(CPUStream, CPUStream)
-        record_stream(torch.ones(1), CPUStream)
-        assert new_stream(CPU) is current_stream(CPU) is CPUStream
 
 
 @pytest.mark.parametrize("function", [Copy, Wait])

@@ -425,7 +425,7 @@ class TestTheFace:
     def test_it_is_a_sequence_of_its_layers_with_the_fields_of_torchgpipe(self) -> None:
         model = linears()
         mode = type("Mode", (), {"__str__": lambda self: "never"})()  # anything that reads as one
-        pipe = Pipe(model, [1, 2], devices=["cpu", "cpu", "cpu"], chunks=4.0, checkpoint=mode)
+        pipe = Pipe(model, [1, 2], devices=["cpu", "cpu:1", "cpu"], chunks=4.0, checkpoint=mode)
         assert list(pipe) == list(model)
         assert (len(pipe), pipe[-1]) == (3, model[2])
         assert [list(partition) for partition in pipe.partitions] == [[model[0]], [model[1], model[2]]]
