@@ -191,7 +191,7 @@ class ScaleOnDevice:
 
 
 @fails_with("gradients were multiplied before the scale was there")
-def the_scale_of_a_grad_scaler_arrives_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def the_scale_of_a_grad_scaler_arrives_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect of torch: operations in host memory follow no stream."""
     cuda = LateCuda(monkeypatch)
     monkeypatch.setattr(_MultiDeviceReplicator, "get", inspect.unwrap(_MultiDeviceReplicator.get))
@@ -236,9 +236,8 @@ TABLE = {
     "pipe.train.lane Ticket.wait: self.succeeded()": a_ticket_is_waited_for,
     "pipe.train.lane Ticket.synchronize: super().wait()": a_ticket_is_waited_for,
     "pipe.train.lane Ticket.synchronize: self._event.synchronize()": the_host_comes_after_what_a_lane_issued,
-    "pipe.torch_private.amp complete_copies_of_grad_scalers: torch.cuda.current_stream(self.master.device).synchronize()": (
-        the_scale_of_a_grad_scaler_arrives_before_it_is_used
-    ),
+    "pipe.torch_private.amp complete_copies_of_grad_scalers: "
+    "torch.cuda.current_stream(self.master.device).synchronize()": the_scale_of_a_grad_scaler_arrives_in_time,
     "pipe.threads Outcome.wait: self.wait_idle()": waits_end_after_the_work,
     "pipe.threads Future.run_or_wait: self.wait()": waits_end_after_the_work,
     "pipe.threads Future.cancel: self.wait_idle()": waits_end_after_the_work,
