@@ -68,11 +68,7 @@ SINGLE = [
 
 @pytest.mark.parametrize(("code", "printed"), SINGLE)
 def test_a_block_of_python_runs_as_it_stands(
-    code: str,
-    printed: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    code: str, printed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():

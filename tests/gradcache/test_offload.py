@@ -86,5 +86,4 @@ def test_bfloat16_gradients_of_a_thousand_chunks_add_up_within_one_percent(how: 
     GradCache([model], 1, lambda r: r.float().sum())(x)
     exact = x.double().sum(0).expand(8, 16)
     (weight,) = model.parameters()
-    assert weight.grad is not None
     assert float((weight.grad.double() - exact).norm() / exact.norm()) < 0.01

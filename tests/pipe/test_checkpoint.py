@@ -273,31 +273,31 @@ def test_a_nested_checkpoint_inside_ours_gives_the_same_gradients() -> None:
     assert_transparent(lambda t: checkpoint(lambda u: checkpoint(inner, u).exp(), t[0]), (x,), sum_)
 
 
-class TestSurroundings:
-    def test_defect_pipe_6_each_input_is_saved_once(self) -> None:
-        packed, unpacked = [], []
-        hooks = (lambda t: packed.append(t.shape) or t, lambda t: unpacked.append(t.shape) or t)
-        x, mask = torch.ones(3, requires_grad=True), torch.ones(4, dtype=torch.bool)
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            y = checkpoint(lambda three: three[0] * three[2] + three[1].sum(), (x, mask, x))
-        y.sum().backward()
-        assert torch.equal(x.grad, 2 * x.detach())
-        assert packed == [x.shape, mask.shape]
-        assert unpacked == [x.shape, mask.shape]
+def test_defect_pipe_6_each_input_is_saved_once() -> None:
+    packed, unpacked = [], []
+    hooks = (lambda t: packed.append(t.shape) or t, lambda t: unpacked.append(t.shape) or t)
+    x, mask = torch.ones(3, requires_grad=True), torch.ones(4, dtype=torch.bool)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        y = checkpoint(lambda three: three[0] * three[2] + three[1].sum(), (x, mask, x))
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+    assert packed == [x.shape, mask.shape]
+    assert unpacked == [x.shape, mask.shape]
 
-    def test_defect_pipe_5_draws_after_the_step_are_not_repeated(self) -> None:
-        torch.manual_seed(0)
-        drop = nn.Dropout(0.5)
-        x = torch.ones(64, requires_grad=True)
-        outputs = [checkpoint(drop, x) for _ in range(4)]
-        after = torch.get_rng_state()
-        threads = [threading.Thread(target=lambda y=y: y.sum().backward()) for y in outputs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert torch.equal(torch.get_rng_state(), after)
-        assert torch.equal(x.grad, sum(y.detach() for y in outputs))
+
+def test_defect_pipe_5_draws_after_the_step_are_not_repeated() -> None:
+    torch.manual_seed(0)
+    drop = nn.Dropout(0.5)
+    x = torch.ones(64, requires_grad=True)
+    outputs = [checkpoint(drop, x) for _ in range(4)]
+    after = torch.get_rng_state()
+    threads = [threading.Thread(target=lambda y=y: y.sum().backward()) for y in outputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(x.grad, sum(y.detach() for y in outputs))
 
 
 @pytest.mark.parametrize("option", ["context_fn", "determinism_check", "debug", "early_stop"])

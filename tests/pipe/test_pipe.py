@@ -206,72 +206,71 @@ def linears(n: Any = 3) -> Any:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(n)))
 
 
-class TestCheckpointModes:
-    @pytest.mark.parametrize(
-        ("mode", "rows", "expected"),
-        [
-            ("always", 4, [True, True, True, True]),
-            ("except_last", 4, [True, True, True, False]),
-            ("never", 4, [False] * 4),
-            # Fewer rows than chunks: the last micro-batch that there is.
-            ("except_last", 2, [True, False]),
-            ("except_last", 1, [False]),
-        ],
-    )
-    def test_defect_pipe_9_except_last_keeps_exactly_the_last(self, mode: Any, rows: Any, expected: Any) -> None:
-        seen, again = [], []
-        probe = Returns(lambda _, x: (again if is_recomputing() else seen).append(is_checkpointing()) or x)
-        pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), probe), [2], ["cpu"], chunks=4, checkpoint=mode)
-        pipe(torch.randn(rows, WIDTH)).sum().backward()
-        assert seen == expected
-        assert len(again) == sum(expected)
-        seen.clear()
-        with torch.no_grad():
-            assert not pipe(torch.randn(2, WIDTH)).requires_grad
-        pipe.eval()
-        pipe(torch.randn(2, WIDTH))
-        assert seen == [False] * 4, "nothing to recompute is kept"
-
-    def test_a_cell_whose_backward_follows_its_forward_is_not_recomputed(self) -> None:
-        runs = []
-        a, b = (Returns(lambda _, x, name=name: runs.append(name) or x) for name in "ab")
-        pipe = Pipe(nn.Sequential(*linears(1), a, b), [2, 1], chunks=3, checkpoint="always")
-        pipe.train_step(torch.randn(3, WIDTH), torch.randn(3, WIDTH), nn.MSELoss())
-        assert runs.count("b") == 3
-        assert runs.count("a") == 6
+@pytest.mark.parametrize(
+    ("mode", "rows", "expected"),
+    [
+        ("always", 4, [True, True, True, True]),
+        ("except_last", 4, [True, True, True, False]),
+        ("never", 4, [False] * 4),
+        # Fewer rows than chunks: the last micro-batch that there is.
+        ("except_last", 2, [True, False]),
+        ("except_last", 1, [False]),
+    ],
+)
+def test_defect_pipe_9_except_last_keeps_exactly_the_last(mode: Any, rows: Any, expected: Any) -> None:
+    seen, again = [], []
+    probe = Returns(lambda _, x: (again if is_recomputing() else seen).append(is_checkpointing()) or x)
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), probe), [2], ["cpu"], chunks=4, checkpoint=mode)
+    pipe(torch.randn(rows, WIDTH)).sum().backward()
+    assert seen == expected
+    assert len(again) == sum(expected)
+    seen.clear()
+    with torch.no_grad():
+        assert not pipe(torch.randn(2, WIDTH)).requires_grad
+    pipe.eval()
+    pipe(torch.randn(2, WIDTH))
+    assert seen == [False] * 4, "nothing to recompute is kept"
 
 
-class TestOrderAndMemory:
-    @pytest.mark.parametrize("mode", MODES)
-    def test_backward_of_a_micro_batch_runs_before_the_previous_one_is_recomputed(self, mode: Any) -> None:
-        timeline = []
-
-        def probe(own: Any, x: Any) -> Any:
-            event = (own.stage, int(x.detach()[0, 0]))
-            if is_recomputing():
-                timeline.append((*event, "recomputed"))
-            return Log.apply(timeline, (*event, "back"), x + 0 * own.own[:1])
-
-        stages = Returns(probe), Returns(probe)
-        stages[0].stage, stages[1].stage = 0, 1
-        pipe = Pipe(nn.Sequential(*stages), [1, 1], chunks=4, checkpoint=mode)
-        pipe(torch.arange(4.0).view(4, 1)).sum().backward()
-        checkpointed = {"always": 4, "except_last": 3, "never": 0}[mode]
-        for stage in (0, 1):
-            expected = []
-            for i in reversed(range(4)):
-                expected += [(stage, i, "recomputed")] * (i < checkpointed) + [(stage, i, "back")]
-            assert [event for event in timeline if event[0] == stage] == expected
+def test_a_cell_whose_backward_follows_its_forward_is_not_recomputed() -> None:
+    runs = []
+    a, b = (Returns(lambda _, x, name=name: runs.append(name) or x) for name in "ab")
+    pipe = Pipe(nn.Sequential(*linears(1), a, b), [2, 1], chunks=3, checkpoint="always")
+    pipe.train_step(torch.randn(3, WIDTH), torch.randn(3, WIDTH), nn.MSELoss())
+    assert runs.count("b") == 3
+    assert runs.count("a") == 6
 
 
-class TestInputs:
-    def test_defect_pipe_9_unequal_rows_are_an_error(self) -> None:
-        with pytest.raises(ValueError, match=r"sizes of dimension 0 \[6, 8\]"):
-            Pipe(linears(), [3], chunks=2)((torch.ones(8, WIDTH), torch.ones(6, WIDTH)))
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_of_a_micro_batch_runs_before_the_previous_one_is_recomputed(mode: Any) -> None:
+    timeline = []
 
-    def test_an_empty_module_returns_its_input(self) -> None:
-        x = torch.ones(1)
-        assert Pipe(nn.Sequential(), [])(x) is x
+    def probe(own: Any, x: Any) -> Any:
+        event = (own.stage, int(x.detach()[0, 0]))
+        if is_recomputing():
+            timeline.append((*event, "recomputed"))
+        return Log.apply(timeline, (*event, "back"), x + 0 * own.own[:1])
+
+    stages = Returns(probe), Returns(probe)
+    stages[0].stage, stages[1].stage = 0, 1
+    pipe = Pipe(nn.Sequential(*stages), [1, 1], chunks=4, checkpoint=mode)
+    pipe(torch.arange(4.0).view(4, 1)).sum().backward()
+    checkpointed = {"always": 4, "except_last": 3, "never": 0}[mode]
+    for stage in (0, 1):
+        expected = []
+        for i in reversed(range(4)):
+            expected += [(stage, i, "recomputed")] * (i < checkpointed) + [(stage, i, "back")]
+        assert [event for event in timeline if event[0] == stage] == expected
+
+
+def test_defect_pipe_9_unequal_rows_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"sizes of dimension 0 \[6, 8\]"):
+        Pipe(linears(), [3], chunks=2)((torch.ones(8, WIDTH), torch.ones(6, WIDTH)))
+
+
+def test_an_empty_module_returns_its_input() -> None:
+    x = torch.ones(1)
+    assert Pipe(nn.Sequential(), [])(x) is x
 
 
 class TestSettings:
@@ -335,78 +334,77 @@ class Fails(nn.Module):
         return x
 
 
-class TestExceptions:
-    @pytest.mark.parametrize("error", [ValueError("a"), SystemExit(3), KeyboardInterrupt()])
-    @pytest.mark.parametrize("stage", [0, 2])
-    def test_defect_pipe_8_whatever_a_layer_raises_reaches_the_caller_and_the_pipe_works_afterwards(
-        self, error: Any, stage: Any
-    ) -> None:
-        layers = list(linears(2))
-        layers.insert(stage, Fails(error))
-        pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], chunks=3)
-        with pytest.raises(type(error)) as caught:
-            pipe(torch.randn(3, WIDTH))
-        assert caught.value is error
-        pipe[stage].error = None
-        x = torch.randn(3, WIDTH)
-        torch.testing.assert_close(pipe(x), linears(2)(x))
+@pytest.mark.parametrize("error", [ValueError("a"), SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_defect_pipe_8_whatever_a_layer_raises_reaches_the_caller_and_the_pipe_works_afterwards(
+    error: Any, stage: Any
+) -> None:
+    layers = list(linears(2))
+    layers.insert(stage, Fails(error))
+    pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], chunks=3)
+    with pytest.raises(type(error)) as caught:
+        pipe(torch.randn(3, WIDTH))
+    assert caught.value is error
+    pipe[stage].error = None
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(pipe(x), linears(2)(x))
 
-    @pytest.mark.parametrize(
-        ("when", "chunks"),
-        [
-            *itertools.product(("forward", "recomputation", "backward", "loss"), [3]),
-            *itertools.product(("forward", "backward", "loss"), [1]),  # of one cell, which takes a way of its own
-        ],
-    )
-    def test_after_a_failed_step_gradients_are_those_of_before_and_hooks_run_again(
-        self, when: str, chunks: int
-    ) -> None:
-        seen, calls = collections.Counter[str](), list[int]()
 
-        def reach(place: str) -> None:
-            seen[place] += 1
-            if place == when and seen[place] == chunks:
-                raise ValueError("no")
+@pytest.mark.parametrize(
+    ("when", "chunks"),
+    [
+        *itertools.product(("forward", "recomputation", "backward", "loss"), [3]),
+        *itertools.product(("forward", "backward", "loss"), [1]),  # of one cell, which takes a way of its own
+    ],
+)
+def test_after_a_failed_step_gradients_are_those_of_before_and_hooks_run_again(when: str, chunks: int) -> None:
+    seen, calls = collections.Counter[str](), list[int]()
 
-        def layer(_: Any, x: Any) -> Any:
-            reach("recomputation" if is_recomputing() else "forward")
-            y = x * 1
-            y.register_hook(lambda _: reach("backward"))
-            return y
+    def reach(place: str) -> None:
+        seen[place] += 1
+        if place == when and seen[place] == chunks:
+            raise ValueError("no")
 
-        def loss_fn(output: Any, target: Any) -> Any:
-            reach("loss")
-            return nn.functional.mse_loss(output, target)
+    def layer(_: Any, x: Any) -> Any:
+        reach("recomputation" if is_recomputing() else "forward")
+        y = x * 1
+        y.register_hook(lambda _: reach("backward"))
+        return y
 
-        layers = nn.Sequential(*linears(1), Returns(layer), nn.Linear(WIDTH, WIDTH))
-        pipe = Pipe(layers, [2, 1] if chunks > 1 else [3], chunks=chunks, checkpoint="always")
-        pipe[0].weight.grad = before = torch.ones(WIDTH, WIDTH)
-        handle = pipe[0].weight.register_hook(lambda _: calls.append(1))
-        pipe[2].weight.register_post_accumulate_grad_hook(lambda _: calls.append(2))
-        step = partial(pipe.train_step, torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn, reduction="mean")
-        with pytest.raises(ValueError, match="no"):
-            step()
-        assert pipe[0].weight.grad is before
-        assert torch.equal(before, torch.ones(WIDTH, WIDTH))
-        assert pipe[0].bias.grad is None
-        assert not calls
+    def loss_fn(output: Any, target: Any) -> Any:
+        reach("loss")
+        return nn.functional.mse_loss(output, target)
+
+    layers = nn.Sequential(*linears(1), Returns(layer), nn.Linear(WIDTH, WIDTH))
+    pipe = Pipe(layers, [2, 1] if chunks > 1 else [3], chunks=chunks, checkpoint="always")
+    pipe[0].weight.grad = before = torch.ones(WIDTH, WIDTH)
+    handle = pipe[0].weight.register_hook(lambda _: calls.append(1))
+    pipe[2].weight.register_post_accumulate_grad_hook(lambda _: calls.append(2))
+    step = partial(pipe.train_step, torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn, reduction="mean")
+    with pytest.raises(ValueError, match="no"):
         step()
-        handle.remove()
-        step()
-        assert sorted(calls) == [1, 2, 2]
-        assert pipe[0].weight.grad is before
-        assert not torch.equal(before, torch.ones(WIDTH, WIDTH))
+    assert pipe[0].weight.grad is before
+    assert torch.equal(before, torch.ones(WIDTH, WIDTH))
+    assert pipe[0].bias.grad is None
+    assert not calls
+    step()
+    handle.remove()
+    step()
+    assert sorted(calls) == [1, 2, 2]
+    assert pipe[0].weight.grad is before
+    assert not torch.equal(before, torch.ones(WIDTH, WIDTH))
 
-    def test_a_mode_changed_before_backward_does_not_reach_the_recomputation(self) -> None:
-        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Tanh())
-        x, found = torch.randn(2, WIDTH), []
-        for model in (layers, Pipe(layers, [1, 2], checkpoint="always")):
-            torch.manual_seed(0)
-            y = model.train()(x)
-            model.eval()
-            found.append(torch.autograd.grad(y.sum(), layers[0].weight)[0])
-        assert torch.equal(*found)
-        assert not any(layer.training for layer in layers)
+
+def test_a_mode_changed_before_backward_does_not_reach_the_recomputation() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Tanh())
+    x, found = torch.randn(2, WIDTH), []
+    for model in (layers, Pipe(layers, [1, 2], checkpoint="always")):
+        torch.manual_seed(0)
+        y = model.train()(x)
+        model.eval()
+        found.append(torch.autograd.grad(y.sum(), layers[0].weight)[0])
+    assert torch.equal(*found)
+    assert not any(layer.training for layer in layers)
 
 
 class TestTheFace:

@@ -98,11 +98,7 @@ def test_after_an_epoch_left_early_each_batch_read_runs_once(lab: Any, make: Any
 
 @pytest.mark.parametrize(
     "wrap",
-    [
-        lambda loader: loader,
-        lambda loader: map(torch.Tensor.clone, loader),
-        lambda loader: (batch for batch in loader),
-    ],
+    [lambda loader: loader, lambda loader: map(torch.Tensor.clone, loader), lambda loader: (batch for batch in loader)],
     ids=["itself", "map", "generator"],
 )
 @pytest.mark.parametrize("make", PIPELINES)
