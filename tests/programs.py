@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Ended", "Program", "run_program", "run_programs"]
+__all__ = ["Ended", "Program", "claims_of", "outputs_of_ranks", "run_program", "run_programs"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,6 +58,49 @@ def run_programs(programs: Sequence[Program], seconds: int = 120) -> list[Ended]
         statuses = json.loads(server.stdout.readline())
         printed = [[(Path(folder) / f"{k}{name}").read_text() for name in "oe"] for k in range(len(programs))]
     return [Ended(status, *texts) for status, texts in zip(statuses, printed, strict=True)]
+
+
+#: Programs of several ranks begin and end with these. Between them, functions without arguments are claims.
+BEGIN = """
+import copy, logging, os, sys, traceback, warnings, torch, torch.distributed as dist
+from torch import nn
+logging.disable(logging.WARNING)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=world)
+
+def run(pipeline, batches):
+    outputs, iterator = [], iter(batches)
+    while True:
+        try:
+            outputs.append(pipeline.progress(iterator))
+        except StopIteration:
+            return outputs
+"""
+END = """
+for name in sys.argv[2:]:
+    try:
+        globals()[name]()
+        print("held:", name, flush=True)
+    except BaseException:
+        print("broken:", name, traceback.format_exc(), flush=True)
+        break
+dist.destroy_process_group()
+"""
+
+
+def claims_of(program: str) -> list[str]:
+    return re.findall(r"^def (\w+)\(\):$", program, re.MULTILINE)
+
+
+def outputs_of_ranks(program: str, world: int, folder: Path) -> list[str]:
+    """What so many ranks print that put every claim to the test: one start of the processes for all of them."""
+    programs = []
+    for rank in range(world):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        environment = {name: str(value) for name, value in ranks.items()}
+        programs.append(Program(BEGIN + program + END, [folder / "store", *claims_of(program)], environment))
+    return [rank.output + rank.errors for rank in run_programs(programs, 240)]
 
 
 @functools.cache

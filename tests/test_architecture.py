@@ -6,7 +6,7 @@ import ast
 import functools
 import graphlib
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,14 +24,17 @@ def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+def names_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    """(full name, line) of what is imported."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from ((package + alias.name, node.lineno) for alias in node.names)
+
+
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """(top-level package, line) of every import in a file, wherever it stands."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
-            yield (node.module or "").split(".")[0], node.lineno
+    return ((name.split(".")[0], line) for name, line in names_in(ast.walk(tree_of(path))))
 
 
 def at_run_time(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -52,14 +55,11 @@ def part_of(path: Path, root: Path) -> str:
 
 def imported_parts(path: Path, root: Path) -> Iterator[str]:
     """The other parts of a package that a file imports at run time; ``__init__``: what the package exports."""
-    for node in at_run_time(tree_of(path).body):
-        names = [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{name}" for name in names]
-        for top, *rest in (name.split(".") for name in names):
-            if top == root.name:
-                is_part = rest and ((root / rest[0]).is_dir() or (root / f"{rest[0]}.py").exists())
-                yield rest[0] if is_part else "__init__"
+    for name, _ in names_in(at_run_time(tree_of(path).body)):
+        top, *rest = name.split(".")
+        if top == root.name:
+            is_part = rest and ((root / rest[0]).is_dir() or (root / f"{rest[0]}.py").exists())
+            yield rest[0] if is_part else "__init__"
 
 
 @pytest.mark.parametrize("floor", FLOORS)
@@ -75,14 +75,8 @@ def test_parts_of_a_package_stand_on_one_another_in_one_order(floor: str) -> Non
 
 def imported_modules(path: Path, names: Collection[str]) -> set[str]:
     """The modules of this project that a file imports anywhere, also for types only."""
-    found = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parts = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= parts & set(names) or {node.module or ""}
-    return found & set(names)
+    found = {name for name, _ in names_in(ast.walk(tree_of(path)))}
+    return {name if name in names else name.rpartition(".")[0] for name in found} & set(names)
 
 
 def test_no_module_imports_itself_over_others_even_for_types() -> None:

@@ -20,6 +20,8 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 # Of these pages the blocks are one program, in order.
 PROGRAMS = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 
+# Of these, those that need more than the extra "test" installs.
+NEEDS = {"embeddings.md": "sentence_transformers", "language-model.md": "peft"}
 # Python, and what it prints: the comments at its end, or a block without a language that follows at once.
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n```\n(?P<printed>.*?)^```$)?", re.DOTALL | re.MULTILINE)
 COMMENTS = re.compile(r"(?:^# .*\n)+\Z", re.MULTILINE)
@@ -66,11 +68,7 @@ SINGLE = [
 
 @pytest.mark.parametrize(("code", "printed"), SINGLE)
 def test_a_block_of_python_runs_as_it_stands(
-    code: str,
-    printed: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    code: str, printed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():
@@ -83,33 +81,30 @@ def test_a_block_of_python_runs_as_it_stands(
 PAGE = """
 import json, os, sys
 os.chdir(sys.argv[1])
-names, lacks = {"__name__": "document"}, []
+names = {"__name__": "document"}
 for code, where in json.loads(sys.argv[2]):
-    try:
-        exec(compile(code, where, "exec"), names)
-    except ModuleNotFoundError as error:
-        lacks.append(f"{where}: {error}")
-        print("lacks")
-    except NameError:
-        if not lacks:  # else of what the block before would have made
-            raise
-        print("lacks")
+    exec(compile(code, where, "exec"), names)
     print(chr(0), end="")
-print(*lacks[:1], end="")
 """
 
 
-@pytest.mark.parametrize("document", PROGRAMS, ids=lambda path: path.name)
-def test_the_blocks_of_a_page_run_one_after_the_other(document: Path, tmp_path: Path) -> None:
+def check_page(document: Path, folder: Path) -> None:
     found = blocks(document)
-    ended = run_program(PAGE, tmp_path, json.dumps([(code, f"{document.name}:{line}") for code, _, line in found]))
+    ended = run_program(PAGE, folder, json.dumps([(code, f"{document.name}:{line}") for code, _, line in found]))
     assert ended.status == 0, ended.errors
-    *outputs, lacks = ended.output.split("\0")
-    for output, (_, printed, line) in zip(outputs, found, strict=True):
-        if output != "lacks\n":
-            assert printed is None or near(output, printed), f"{document.name}:{line} printed:\n{output}"
-    if lacks:
-        pytest.skip(lacks)
+    for output, (_, printed, line) in zip(ended.output.split("\0"), [*found, ("", "", 0)], strict=True):
+        assert printed is None or near(output, printed), f"{document.name}:{line} printed:\n{output}"
+
+
+@pytest.mark.parametrize("document", [page for page in PROGRAMS if page.name not in NEEDS], ids=lambda path: path.name)
+def test_the_blocks_of_a_page_run_one_after_the_other(document: Path, tmp_path: Path) -> None:
+    check_page(document, tmp_path)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_the_blocks_of_a_page_that_needs_another_package_run(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS[name], reason="tests/with_transformers.sh installs it")
+    check_page(ROOT / "docs" / "tutorials" / name, tmp_path)
 
 
 def test_the_guide_shows_the_report_that_its_block_prints(tmp_path: Path) -> None:

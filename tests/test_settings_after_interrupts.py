@@ -21,35 +21,33 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 4), nn.Tanh())
 
 
-def by_forward(model: nn.Module, x: Tensor) -> None:
-    pipe = Pipe(model, [2, 2], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
-    pipe(x).float().square().mean().backward()
+def piped(model: nn.Sequential) -> Pipe:
+    return Pipe(model, [2, 2], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
 
 
-def by_train_step(model: nn.Module, x: Tensor) -> None:
-    pipe = Pipe(model, [2, 2], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
-    pipe.train_step(x, torch.ones_like(x), nn.MSELoss())
+def squares(y: Tensor) -> Tensor:
+    return y.float().square().mean()
 
 
-def by_cache_step(model: nn.Module, x: Tensor) -> None:
-    GradCache([model], 2, lambda y: y.float().square().mean())(x)
-
-
-def by_encode(model: nn.Module, x: Tensor) -> None:
-    (y,) = GradCache([model], 2, lambda y: y).encode(x)
-    y.float().square().mean().backward()
-
-
-def by_decorator(model: nn.Module, x: Tensor) -> None:
+def by_decorator(model: nn.Sequential, x: Tensor) -> None:
     y, again = cached(lambda model, x: model(x))(model, x)
-    y.float().square().mean().backward()
+    squares(y).backward()
     again(y)
 
 
+STEPS: dict[str, Callable[[nn.Sequential, Tensor], object]] = {
+    "forward": lambda model, x: squares(piped(model)(x)).backward(),
+    "train_step": lambda model, x: piped(model).train_step(x, torch.ones_like(x), nn.MSELoss()),
+    "cache step": lambda model, x: GradCache([model], 2, squares)(x),
+    "encode": lambda model, x: squares(*GradCache([model], 2, squares).encode(x)).backward(),
+    "decorator": by_decorator,
+}
+
+
 @pytest.mark.parametrize("contexts", [False, True])
-@pytest.mark.parametrize("step", [by_forward, by_train_step, by_cache_step, by_encode, by_decorator])
+@pytest.mark.parametrize("step", STEPS)
 def test_after_an_interrupt_at_any_line_settings_are_as_before_and_the_next_step_is_right(
-    step: Callable[[nn.Module, Tensor], None], contexts: bool
+    step: str, contexts: bool
 ) -> None:
     model, x = layers(), torch.randn(4, 4)
 
@@ -58,7 +56,7 @@ def test_after_an_interrupt_at_any_line_settings_are_as_before_and_the_next_step
         model.zero_grad()
         # Settings of the user, which a recomputation enters again.
         with torch.autocast("cpu", torch.bfloat16):
-            step(model, x)
+            STEPS[step](model, x)
 
     run()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -73,6 +71,4 @@ def test_after_an_interrupt_at_any_line_settings_are_as_before_and_the_next_step
         assert values_may_be_read(), line
     assert raised > 0.9 * len(chosen) - 5
     run()
-    for p, gradient in zip(model.parameters(), expected, strict=True):
-        assert p.grad is not None
-        assert torch.equal(p.grad, gradient)
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))

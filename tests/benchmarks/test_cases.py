@@ -48,9 +48,7 @@ def run_alone(code: str = "", **how: Any) -> Outcome:
 # --- what a case tells -----------------------------------------------------------------------------------------------
 
 
-def test_a_case_reports_its_steps_and_gets_its_environment_unless_the_user_has_set_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_case_reports_steps_and_gets_its_environment_unless_the_user_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_BY_USER", "theirs")
     environment = {"SET_BY_USER": "", "ONLY_OURS": "1"}
     found = run_alone("report.step(loss=0.0); report.step(loss=1.0)", environment=environment)
@@ -68,9 +66,7 @@ def test_a_case_reports_its_steps_and_gets_its_environment_unless_the_user_has_s
         ("raise CannotRunError('needs what this machine has not')", "skipped: needs what this machine has not"),
     ],
 )
-def test_a_case_without_a_result_is_reported_with_its_reason(
-    code: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_case_without_a_result_tells_its_reason(code: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_alone(code)
     assert found.result is None
     assert found.reason == reason

@@ -14,9 +14,7 @@ from tests.benchmarks.here import outcomes_of, run_here
 pytestmark = pytest.mark.usefixtures("in_its_own_folder")
 
 
-def test_gpu_begins_with_the_same_loss_in_every_way_and_tests_that_break_stop_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_begins_with_one_loss_in_every_way_and_broken_tests_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest finds nothing at a path that is not there. Without transformers only the blocks are trained."""
     monkeypatch.setattr("benchmarks.gpu.TEST_OPTIONS", ["-q", "-n0", "--noconftest"])
     assert (

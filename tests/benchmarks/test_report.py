@@ -15,15 +15,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import BENCHMARKS, RESULTS, main
-from benchmarks.harness.benchmark import (
-    Benchmark,
-    Run,
-    broken_bounds,
-    publish,
-    read_header,
-    read_run,
-    write_lines,
-)
+from benchmarks.harness.benchmark import Benchmark, Run, broken_bounds, publish, read_header, read_run, write_lines
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.environment import environment_facts, filesystem_of
 from benchmarks.harness.settings import add_options, option, settings_of
@@ -66,9 +58,7 @@ def test_every_benchmark_explains_its_options(name: str, capsys: pytest.CaptureF
         pytest.param("gpu", "expected a CUDA device", marks=WITHOUT_CUDA),
     ],
 )
-def test_settings_that_make_no_run_possible_are_refused(
-    words: str, part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_of_no_possible_run_are_refused(words: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status: object = main(words.split())
     except SystemExit as left:  # so does argparse
@@ -77,9 +67,7 @@ def test_settings_that_make_no_run_possible_are_refused(
     assert part in capsys.readouterr().err
 
 
-def test_a_missing_extra_names_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra_names_its_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["memory-latency"]) == 2
     shown = capsys.readouterr().err
@@ -155,9 +143,7 @@ def test_from_the_lines_of_a_run_its_page_and_picture_are_made_again(tmp_path: P
         assert words in page
 
 
-def test_what_was_measured_before_an_interruption_of_a_run_is_in_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_before_an_interrupt_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_group(cases: object, folder: object, order: str, done: Callable[[list[Outcome]], None]) -> None:
         done([outcome("measured", {"a": 1})])
         raise KeyboardInterrupt
@@ -203,9 +189,7 @@ def test_the_header_names_machine_software_and_command_without_paths_of_this_mac
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_a_published_page_is_the_one_that_its_lines_make(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_published_page_is_that_of_its_lines(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = main(["report", str(path), str(tmp_path / path.stem)])
     page = path.with_suffix(".md").read_text(encoding="utf-8")
     assert (tmp_path / f"{path.stem}.md").read_text(encoding="utf-8") == page

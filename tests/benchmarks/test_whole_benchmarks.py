@@ -141,9 +141,7 @@ def test_memory_latency_computes_the_gradients_of_plain_pytorch_with_each_settin
 
 
 @pytest.mark.parametrize("work", ["training", "contrastive"])
-def test_memory_latency_trains_under_memory_to_the_losses_of_plain_pytorch(
-    work: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_latency_trains_under_memory_to_plain_losses(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, as a commit before, is this one."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     sizes = "--layers 4 --dim 64 --rows 4 --positions 4 --pairs 2 --shares 2 --only ours before checkpoint"

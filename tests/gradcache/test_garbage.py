@@ -32,9 +32,7 @@ def wrapped(layers: list[nn.Module], home: Path) -> nn.Module:
 
 @pytest.mark.parametrize("make", [in_memory, streamed, wrapped])
 @pytest.mark.parametrize("steps_before", [0, 1], ids=["first step", "second step"])
-def test_a_step_leaves_no_tensor_and_nothing_of_ours_to_the_garbage_collector(
-    make: Any, steps_before: int, tmp_path: Path
-) -> None:
+def test_a_step_leaves_no_tensor_and_nothing_of_ours_as_garbage(make: Any, steps_before: int, tmp_path: Path) -> None:
     inner = [nn.Sequential(nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)]
     # Each ends in an operation that saves nothing.
     model = make([Calls(lambda self, x: x + self.members[0](x), each) for each in inner], tmp_path)

@@ -46,10 +46,6 @@ def step_in_backward(model: nn.Module, calls: list[str]) -> None:
 HOOKS = [clamp, step_in_backward]
 
 
-def plain(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    LOSS(model(x), model(y)).backward()
-
-
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("way", [*WAYS, "offloaded inside"])
 def test_hooks_run_once_on_the_sum_of_chunks_and_of_towers_that_share_a_parameter(
@@ -66,7 +62,7 @@ def test_hooks_run_once_on_the_sum_of_chunks_and_of_towers_that_share_a_paramete
             parameter.grad = torch.ones_like(parameter)
     for _ in range(2):
         x, y = torch.randn(2, 8, 8, dtype=torch.float64)
-        plain(expected, x, y)
+        LOSS(expected(x), expected(y)).backward()
         WAYS.get(way, by_step)([ours] * 2, 3, LOSS, x, y)
         torch.testing.assert_close(ours.state_dict(), expected.state_dict())
         assert_same_step([expected], [ours])

@@ -63,10 +63,6 @@ def test_extra_inputs_models_and_chunk_sizes_are_refused() -> None:
         GradCache([tower(), tower()], 2, energy)(x)
     with pytest.raises(ValueError, match="one chunk size per model"):
         GradCache([tower(), tower()], [2, 3, 4], energy)
-    with pytest.raises(TypeError, match=r"models=\[model\]"):
-        GradCache(tower(), 2, energy)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least 1 row"):
-        GradCache([tower()], 0, energy)
 
 
 def test_member_that_can_not_be_cut_is_refused_until_it_is_declared() -> None:
@@ -205,9 +201,7 @@ def test_autocast_in_bfloat16_equals_the_whole_batch_under_autocast(outer: bool)
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 @pytest.mark.parametrize("evaluate", [False, True])
-def test_weights_stay_trainable_inside_an_autocast_that_a_step_ran_in(
-    precision: torch.dtype | None, evaluate: bool
-) -> None:
+def test_weights_stay_trainable_inside_an_autocast_around_a_step(precision: torch.dtype | None, evaluate: bool) -> None:
     model = tower()
     x = torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -29,9 +29,7 @@ from tests.offload.interrupts import interrupted, lines_of
 @pytest.mark.parametrize("accumulated", [False, True])
 @pytest.mark.parametrize("where", ["first", "body", "last"])
 @pytest.mark.parametrize("call", [1, 2, 4, 5, 6, 7, 8, 9, 10, 12])
-def test_after_an_exception_gradients_are_as_before_and_the_model_is_usable(
-    where: str, call: int, accumulated: bool
-) -> None:
+def test_an_exception_leaves_gradients_as_before_and_a_usable_model(where: str, call: int, accumulated: bool) -> None:
     plain = Embedding()
     ours = with_offload(plain)
     if accumulated:

@@ -29,9 +29,7 @@ def assert_same_statistics(a: Any, b: Any, **tolerance: Any) -> None:
     offset=st.sampled_from([0.0, 1e3]),
     batches=st.integers(1, 3),
 )
-def test_running_statistics_are_those_of_the_mini_batch(
-    cuts: Any, shape: Any, momentum: Any, offset: Any, batches: Any
-) -> None:
+def test_statistics_are_of_the_mini_batch(cuts: Any, shape: Any, momentum: Any, offset: Any, batches: Any) -> None:
     # Rows in pairs: a micro-batch of one row and no further dimension has no variance.
     edges = [0, *(2 * cut for cut in sorted(cuts)), 18]
     norm = nn.BatchNorm1d(2, momentum=momentum).double()
@@ -51,9 +49,7 @@ def test_running_statistics_are_those_of_the_mini_batch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_defect_pipe_11_a_large_mean_does_not_cancel_the_variance_and_half_precision_is_counted_in_float(
-    dtype: Any,
-) -> None:
+def test_defect_pipe_11_a_large_mean_does_not_cancel_the_variance_and_bfloat16_counts_in_float(dtype: Any) -> None:
     deferred = DeferredBatchNorm(1, momentum=1.0, chunks=4)
     torch.manual_seed(0)
     x = (0.1 * torch.randn(4096, 1) + (1000.0 if dtype is torch.float32 else 3.0)).to(dtype)

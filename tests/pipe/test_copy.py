@@ -1,6 +1,5 @@
 """Copies and waits change places and order, not values, gradients, or what needs one."""
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -8,33 +7,12 @@ import torch
 from torch import nn
 
 from pipe import Pipe, pipeline
-from pipe import copy as copies
 from pipe.copy import Copy, Wait
 from pipe.nested import map_tensors
-from pipe.stream import (
-    CPUStream,
-    current_stream,
-    get_device,
-    is_cuda,
-    new_stream,
-    normalize_device,
-    record_stream,
-    use_device,
-    use_stream,
-    wait_stream,
-)
+from pipe.stream import CPUStream, current_stream, new_stream
 from tests.pipe.test_checkpoint import Log
 
 CPU = torch.device("cpu")
-
-
-def test_streams_of_the_cpu_are_one_placeholder_and_all_cpus_one_device() -> None:
-    assert normalize_device("cpu") == normalize_device(torch.device("cpu", 1)) == get_device(CPUStream) == CPU
-    assert not is_cuda(CPUStream)
-    with use_device(CPU), use_stream(CPUStream):
-        wait_stream(CPUStream, CPUStream)
-        record_stream(torch.ones(1), CPUStream)
-        assert new_stream(CPU) is current_stream(CPU) is CPUStream
 
 
 @pytest.mark.parametrize("function", [Copy, Wait])
@@ -54,32 +32,10 @@ class TestBoth:
             assert [t.requires_grad for t in found] == [grad, False, False, False]
 
 
-def test_a_copy_runs_on_both_copy_streams_and_tells_the_allocator_in_both_directions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log: list[str] = []
-
-    @contextlib.contextmanager
-    def use(s: Any) -> Any:
-        log.append(f"use {s}")
-        yield
-
-    monkeypatch.setattr(copies, "use_stream", use)
-    monkeypatch.setattr(copies, "get_device", lambda s: CPU)
-    monkeypatch.setattr(copies, "record_stream", lambda tensor, s: log.append(f"{tensor.tolist()} read on {s}"))
-    monkeypatch.setattr(copies, "current_stream", lambda device: "compute")
-    x = torch.zeros(1, requires_grad=True)
-    (y,) = Copy.apply("a", "b", x)
-    assert log == ["use a", "use b", "[0.0] read on a", "[0.0] read on compute"]
-    log.clear()
-    y.backward(torch.ones(1))
-    assert log == ["use b", "use a", "[1.0] read on b", "[1.0] read on compute"]
-
-
 class Timeline:
-    """Runs a two-stage pipe on the CPU that takes its stages for two devices, and logs what a CUDA one would do."""
+    """Runs a pipe on the CPU, a layer a stage, that takes its stages for devices, and logs what a CUDA one would do."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, checkpoint: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *layers: nn.Module, checkpoint: Any = "never") -> None:
         self.events = events = []
 
         def logged(name: Any) -> Any:
@@ -103,7 +59,8 @@ class Timeline:
         monkeypatch.setattr(pipeline, "wait", logged("wait"))
         monkeypatch.setattr(pipeline, "current_stream", lambda device: f"compute{device.index}")
         monkeypatch.setattr(pipeline, "copy_stream", lambda device, j, i: f"copy{j}")
-        self.pipe = Pipe(nn.Sequential(Layer("A"), Layer("B")), [1, 1], chunks=1, checkpoint=checkpoint)
+        model = nn.Sequential(*(layers or (Layer("A"), Layer("B"))))
+        self.pipe = Pipe(model, [1] * len(model), chunks=1, checkpoint=checkpoint)
         for j, stage in enumerate(self.pipe._stages):
             stage.device = torch.device("cpu", j)
 
@@ -116,7 +73,7 @@ class Timeline:
 def test_every_copy_has_a_wait_on_both_sides_and_recomputation_precedes_the_wait(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Any
 ) -> None:
-    timeline = Timeline(monkeypatch, checkpoint)
+    timeline = Timeline(monkeypatch, checkpoint=checkpoint)
     y = timeline.pipe(torch.ones(1, 1))
     assert timeline.take() == ["run A", "wait compute0>copy0", "copy copy0>copy1", "wait copy1>compute1", "run B"]
     y.sum().backward()

@@ -3,16 +3,17 @@
 The waits between the stages of a train pipeline have a table of their own (``train/test_waits.py``).
 """
 
+import contextlib
 import inspect
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 
-from pipe import Pipe, stream, threads
+from pipe import stream, threads
 from pipe.copy import Copy, Wait
 from pipe.stream import CPUStream, wait_stream
 from pipe.threads import Future, Threads
@@ -44,22 +45,14 @@ def a_stream_and_the_cpu_read_what_another_stream_wrote(monkeypatch: pytest.Monk
 
 @fails_with("the allocator does not know the user")
 def the_allocator_is_told_of_the_whole_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = []
-
-    class Storage:
-        def set_(self, storage: Any) -> Any:
-            return self
-
-        def record_stream(self, user: Any) -> None:
-            log.append(user)
-
     class OnDevice(torch.Tensor):
         is_cuda = True
 
-    user = LateStream()
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: Storage())
+    storage, user = mock.Mock(), LateStream()
+    storage.set_.return_value = storage
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: storage)
     stream.record_stream(torch.zeros(3).as_subclass(OnDevice), user)
-    assert log == [user], "the allocator does not know the user"
+    assert storage.record_stream.mock_calls == [mock.call(user)], "the allocator does not know the user"
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------
@@ -86,39 +79,27 @@ def waits_order_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @fails_with("the allocator does not know the users")
-def a_copy_tells_the_allocator_who_uses_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = []
-    source, target = LateStream(), CPUStream
-    LateCuda(monkeypatch)
-    monkeypatch.setattr("pipe.copy.record_stream", lambda tensor, user: log.append(user))
-    Copy.apply(source, target, torch.zeros(1))
-    assert log == [source, CPUStream], "the allocator does not know the users"
+def a_copy_uses_both_copy_streams_and_tells_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr("pipe.copy.use_stream", lambda s: contextlib.nullcontext(log.append(f"use {s}")))
+    monkeypatch.setattr("pipe.copy.get_device", lambda s: torch.device("cpu"))
+    monkeypatch.setattr("pipe.copy.record_stream", lambda t, s: log.append(f"{t.tolist()} read on {s}"))
+    monkeypatch.setattr("pipe.copy.current_stream", lambda device: "compute")
+    (y,) = Copy.apply("a", "b", torch.zeros(1, requires_grad=True))
+    y.backward(torch.ones(1))
+    forward = ["use a", "use b", "[0.0] read on a", "[0.0] read on compute"]
+    backward = ["use b", "use a", "[1.0] read on b", "[1.0] read on compute"]
+    assert log == [*forward, *backward], "the allocator does not know the users"
 
 
 @fails_with("a copy lacks a wait")
-def a_pipe_waits_on_both_sides_of_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeline = Timeline(monkeypatch, "never")
-    pipe = Pipe(nn.Sequential(Stash(), Pop()), [1, 1], chunks=1, checkpoint="never")
-    for j, stage in enumerate(pipe._stages):
-        stage.device = torch.device("cpu", j)
-    pipe(torch.ones(1, 1))
+def a_pipe_waits_on_both_sides_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline(monkeypatch, Stash(), Pop())
+    timeline.pipe(torch.ones(1, 1))
     there = ["wait compute0>copy0"] * 2, ["copy copy0>copy1"] * 2, ["wait copy1>compute1"] * 2
     assert timeline.take() == [event for events in there for event in events], "a copy lacks a wait"
-
-
-# --- threads --------------------------------------------------------------------------------------------------------
-
-
-class Thread:
-    """Notes whether it was waited for."""
-
-    def __init__(self, **_: Any) -> None:
-        self.joined = False
-
-    def start(self) -> None: ...
-
-    def join(self, timeout: Any = None) -> None:
-        self.joined = True
 
 
 # --- lanes of the train pipelines -----------------------------------------------------------------------------------
@@ -210,7 +191,7 @@ class ScaleOnDevice:
 
 
 @fails_with("gradients were multiplied before the scale was there")
-def the_scale_of_a_grad_scaler_arrives_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def the_scale_of_a_grad_scaler_arrives_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect of torch: operations in host memory follow no stream."""
     cuda = LateCuda(monkeypatch)
     monkeypatch.setattr(_MultiDeviceReplicator, "get", inspect.unwrap(_MultiDeviceReplicator.get))
@@ -227,68 +208,42 @@ def the_scale_of_a_grad_scaler_arrives_before_it_is_used(monkeypatch: pytest.Mon
 def close_and_exit_come_after_work_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pools: Any = [Threads(1, "test"), Threads(1, "test", exit_seconds=1), Threads(1, "closed")]
     for pool in pools:
-        pool._started.append(Thread())
+        pool._started.append(mock.Mock())
     monkeypatch.setattr(threads, "_alive", pools[:2])
     threads._finish_work()
     (closed,) = pools[2]._started
     pools[2].close(wait=True)
-    assert closed.joined, "running work was not waited for"
-    assert all(pool._started[0].joined for pool in pools[:2]), "running work was not waited for"
+    assert closed.join.called, "running work was not waited for"
+    assert all(pool._started[0].join.called for pool in pools[:2]), "running work was not waited for"
 
 
-WAITS = {
-    "pipe.stream": {
-        "wait_stream": [
-            ("source.wait_stream(target)", a_stream_and_the_cpu_read_what_another_stream_wrote),
-            ("target.synchronize()", a_stream_and_the_cpu_read_what_another_stream_wrote),
-        ],
-        "record_stream": [("storage.record_stream(stream)", the_allocator_is_told_of_the_whole_storage)],
-    },
-    "pipe.copy": {
-        "_moved": [
-            ("record_stream(tensor, source)", a_copy_tells_the_allocator_who_uses_its_ends),
-            ("record_stream(copied, reader)", a_copy_tells_the_allocator_who_uses_its_ends),
-        ],
-        "Wait.forward": [("wait_stream(next_stream, prev_stream)", waits_order_both_directions)],
-        "Wait.backward": [("wait_stream(ctx.prev_stream, ctx.next_stream)", waits_order_both_directions)],
-    },
-    "pipe.pipeline": {
-        "Pipeline._run_cell": [
-            ("wait(value, copies, compute_stream)", a_pipe_waits_on_both_sides_of_every_copy),
-            ("wait(outputs[k], compute_stream, copies)", a_pipe_waits_on_both_sides_of_every_copy),
-        ],
-    },
-    "pipe.train.lane": {
-        "Ticket._run_on": [("stream.record_event()", compute_comes_after_what_a_lane_issued)],
-        "Ticket.succeeded": [
-            ("self.wait_idle()", a_ticket_is_waited_for),
-            (
-                "torch.cuda.current_stream(self._stream.device).wait_event(self._event)",
-                compute_comes_after_what_a_lane_issued,
-            ),
-        ],
-        "Ticket.wait": [("self.succeeded()", a_ticket_is_waited_for)],
-        "Ticket.synchronize": [
-            ("super().wait()", a_ticket_is_waited_for),
-            ("self._event.synchronize()", the_host_comes_after_what_a_lane_issued),
-        ],
-    },
-    "pipe.torch_private.amp": {
-        "complete_copies_of_grad_scalers": [
-            (
-                "torch.cuda.current_stream(self.master.device).synchronize()",
-                the_scale_of_a_grad_scaler_arrives_before_it_is_used,
-            )
-        ]
-    },
-    "pipe.threads": {
-        "Outcome.wait": [("self.wait_idle()", waits_end_after_the_work)],
-        "Future.run_or_wait": [("self.wait()", waits_end_after_the_work)],
-        "Future.cancel": [("self.wait_idle()", waits_end_after_the_work)],
-        "Threads.close": [("thread.join()", close_and_exit_come_after_work_that_runs)],
-        "Threads.wait_idle": [("barrier.wait_idle()", a_thread_is_idle_after_all_its_work)],
-        "_finish_work": [("thread.join(pool._exit_seconds)", close_and_exit_come_after_work_that_runs)],
-    },
+#: Each wait, and the scenario that fails without it.
+TABLE = {
+    "pipe.stream wait_stream: source.wait_stream(target)": a_stream_and_the_cpu_read_what_another_stream_wrote,
+    "pipe.stream wait_stream: target.synchronize()": a_stream_and_the_cpu_read_what_another_stream_wrote,
+    "pipe.stream record_stream: storage.record_stream(stream)": the_allocator_is_told_of_the_whole_storage,
+    "pipe.copy _moved: record_stream(tensor, source)": a_copy_uses_both_copy_streams_and_tells_the_allocator,
+    "pipe.copy _moved: record_stream(copied, reader)": a_copy_uses_both_copy_streams_and_tells_the_allocator,
+    "pipe.copy Wait.forward: wait_stream(next_stream, prev_stream)": waits_order_both_directions,
+    "pipe.copy Wait.backward: wait_stream(ctx.prev_stream, ctx.next_stream)": waits_order_both_directions,
+    "pipe.pipeline Pipeline._run_cell: wait(value, copies, compute_stream)": a_pipe_waits_on_both_sides_of_a_copy,
+    "pipe.pipeline Pipeline._run_cell: wait(outputs[k], compute_stream, copies)": a_pipe_waits_on_both_sides_of_a_copy,
+    "pipe.train.lane Ticket._run_on: stream.record_event()": compute_comes_after_what_a_lane_issued,
+    "pipe.train.lane Ticket.succeeded: self.wait_idle()": a_ticket_is_waited_for,
+    "pipe.train.lane Ticket.succeeded: torch.cuda.current_stream(self._stream.device).wait_event(self._event)": (
+        compute_comes_after_what_a_lane_issued
+    ),
+    "pipe.train.lane Ticket.wait: self.succeeded()": a_ticket_is_waited_for,
+    "pipe.train.lane Ticket.synchronize: super().wait()": a_ticket_is_waited_for,
+    "pipe.train.lane Ticket.synchronize: self._event.synchronize()": the_host_comes_after_what_a_lane_issued,
+    "pipe.torch_private.amp complete_copies_of_grad_scalers: "
+    "torch.cuda.current_stream(self.master.device).synchronize()": the_scale_of_a_grad_scaler_arrives_in_time,
+    "pipe.threads Outcome.wait: self.wait_idle()": waits_end_after_the_work,
+    "pipe.threads Future.run_or_wait: self.wait()": waits_end_after_the_work,
+    "pipe.threads Future.cancel: self.wait_idle()": waits_end_after_the_work,
+    "pipe.threads Threads.close: thread.join()": close_and_exit_come_after_work_that_runs,
+    "pipe.threads Threads.wait_idle: barrier.wait_idle()": a_thread_is_idle_after_all_its_work,
+    "pipe.threads _finish_work: thread.join(pool._exit_seconds)": close_and_exit_come_after_work_that_runs,
 }
 
 #: Waits whose value is used, and what has that value without waiting.
@@ -307,13 +262,8 @@ EXCEPTIONS = {
     "pipe.pipeline Pipeline._run_cell: record()": "notes an action in a trace",
 }
 
-TABLE = {
-    f"{module} {function}: {text}": scenario
-    for module, functions in WAITS.items()
-    for function, waits in functions.items()
-    for text, scenario in waits
-}
-SITES = {str(site): site for site in find_sites([f"{module.replace('.', '/')}.py" for module in WAITS])}
+MODULES = dict.fromkeys(name.split()[0] for name in TABLE)
+SITES = {str(site): site for site in find_sites([f"{module.replace('.', '/')}.py" for module in MODULES])}
 SCENARIOS = {scenario.__name__: scenario for scenario in TABLE.values()}
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from collections.abc import Callable
 
 from pipe.freed import Life, Living, WhenFreed
+from tests.programs import run_program
 
 
 class Owner:
@@ -78,8 +78,7 @@ def test_no_collection_looks_at_a_life() -> None:
 
 def test_a_function_is_called_quietly_when_python_ends() -> None:
     code = "from pipe.freed import WhenFreed; import builtins; builtins.kept = WhenFreed(lambda: print('freed'))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("freed\n", "")
+    assert run_program(code) == (0, "freed\n", "")
 
 
 INTERRUPTED = """
@@ -102,5 +101,4 @@ except KeyboardInterrupt:
 
 def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
     """Python drops what a finalizer raises."""
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=True, timeout=60)
-    assert (ended.stdout, ended.stderr) == ("interrupted\n", "")
+    assert run_program(INTERRUPTED) == (0, "interrupted\n", "")

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pipe import Pipe
+from tests.gradients import assert_same_step
 from tests.pipe.turns import Turner
-from tests.programs import Program, run_programs
+from tests.programs import outputs_of_ranks
 
 WIDTH = 4
 
@@ -28,11 +29,8 @@ def pair(**arguments: object) -> tuple[Pipe, nn.Sequential]:
 
 
 def assert_same(pipe: Pipe, bare: nn.Sequential) -> None:
-    for (name, p), (_, q) in zip(pipe.named_parameters(), bare.named_parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad)
+    torch.testing.assert_close(pipe.state_dict(), bare.state_dict())
+    assert_same_step([bare], [pipe])
 
 
 def step_in_backward(layer: Any) -> list[str]:
@@ -79,8 +77,7 @@ def test_hooks_and_an_optimizer_in_backward_see_the_whole_gradient_once(checkpoi
         assert_same(pipe, bare)
     assert sorted(steps) == sorted(expected) == ["bias", "bias", "weight", "weight"]
     assert len(seen[pipe]) == len(seen[bare]) == 4
-    for one, other in zip(*(sorted(seen[model], key=lambda g: float(g.sum())) for model in (pipe, bare)), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*(sorted(seen[model], key=lambda g: float(g.sum())) for model in (pipe, bare)))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when the optimizers are imported
@@ -117,42 +114,37 @@ def test_a_stage_that_is_updated_in_backward_is_refused_before_a_layer_runs(chec
 
 
 REPLICAS = """
-import os, sys, torch, torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from pipe import Pipe
-rank = int(sys.argv[1])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-torch.manual_seed(0)
-x = torch.randn(4, 3)
-for outer in (lambda p: p, lambda p: nn.Sequential(p, nn.Identity())):
-    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], ["cpu", "cpu"], chunks=2, checkpoint="never")
-    pipe.train_step(x, x, nn.MSELoss())
-    pipe.zero_grad()
-    ddp = DistributedDataParallel(outer(pipe))
-    with pipe.recording() as trace:
-        try:
-            pipe.train_step(x, x, nn.MSELoss())
-        except RuntimeError as error:
-            assert "DistributedDataParallel" in str(error) and "no_sync" in str(error), error
-        else:
-            raise AssertionError("gradients stayed on their rank in silence")
-    assert not trace and all(p.grad is None for p in pipe.parameters())
-    with ddp.no_sync():
+
+def a_step_beside_replicas_is_refused():
+    torch.manual_seed(0)
+    x = torch.randn(4, 3)
+    for outer in (lambda p: p, lambda p: nn.Sequential(p, nn.Identity())):
+        pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], ["cpu"] * 2, 2, "never")
         pipe.train_step(x, x, nn.MSELoss())
-    pipe.zero_grad()
-    nn.MSELoss()(ddp(x + rank), x).backward()
-    gathered = [torch.empty(3, 3) for _ in range(2)]
-    dist.all_gather(gathered, pipe[0].weight.grad)
-    assert torch.equal(*gathered)
-    del ddp
-    import gc; gc.collect()
-    pipe.train_step(x, x, nn.MSELoss())
-dist.destroy_process_group()
+        pipe.zero_grad()
+        ddp = DistributedDataParallel(outer(pipe))
+        with pipe.recording() as trace:
+            try:
+                pipe.train_step(x, x, nn.MSELoss())
+            except RuntimeError as error:
+                assert "DistributedDataParallel" in str(error) and "no_sync" in str(error), error
+            else:
+                raise AssertionError("gradients stayed on their rank in silence")
+        assert not trace and all(p.grad is None for p in pipe.parameters())
+        with ddp.no_sync():
+            pipe.train_step(x, x, nn.MSELoss())
+        pipe.zero_grad()
+        nn.MSELoss()(ddp(x + rank), x).backward()
+        gathered = [torch.empty(3, 3) for _ in range(2)]
+        dist.all_gather(gathered, pipe[0].weight.grad)
+        assert torch.equal(*gathered)
+        del ddp
+        import gc; gc.collect()
+        pipe.train_step(x, x, nn.MSELoss())
 """
 
 
 def test_a_step_beside_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
-    ranks = run_programs([Program(REPLICAS, [rank, tmp_path / "store"]) for rank in range(2)])
-    assert [rank.status for rank in ranks] == [0, 0], "\n".join(rank.errors for rank in ranks)
+    assert ["held: " in output for output in outputs_of_ranks(REPLICAS, 2, tmp_path)] == [True, True]

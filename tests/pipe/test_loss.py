@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, RUF100
 
 from pipe import NoChunk, Pipe
+from tests.gradients import assert_same_step
 from tests.pipe.test_pipe import Returns
 
 CLASSES = 5
@@ -56,10 +57,8 @@ def check_step(
     loss = pipe.train_step(x, target, loss_fn, **options)
     expected = (plain or loss_fn)(bare(y), target)
     expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(x.grad, y.grad)
-    for p, q in zip(pipe.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    torch.testing.assert_close((loss, x.grad), (expected.detach(), y.grad))
+    assert_same_step([bare], [pipe])
 
 
 class Squares(nn.Module):
@@ -288,7 +287,5 @@ def test_a_step_takes_an_input_that_all_rows_share(checkpoint: str) -> None:
     got, mask.grad = mask.grad, None
     expected = F.mse_loss(bare((x, mask)), target)
     expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(got, mask.grad)
-    for p, q in zip(layers.parameters(), bare.parameters(), strict=True):
-        assert p.grad is q.grad is None or torch.allclose(p.grad, q.grad, atol=1e-6)
+    torch.testing.assert_close((loss, got), (expected.detach(), mask.grad))
+    assert_same_step([bare], [layers])

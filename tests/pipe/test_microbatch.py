@@ -7,14 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.microbatch import (
-    NoChunk,
-    check,
-    gather_nested,
-    rows_of,
-    rows_of_micro_batches,
-    split_nested,
-)
+from pipe.microbatch import NoChunk, gather_nested, rows_of, rows_of_micro_batches, split_nested
 from pipe.nested import flatten
 
 
@@ -65,11 +58,6 @@ def test_an_empty_batch_is_one_micro_batch() -> None:
     assert [part.shape for part in split_nested(torch.zeros(0, 3), 4)] == [(0, 3)]
 
 
-def test_no_chunks_is_an_error() -> None:
-    with pytest.raises(ValueError, match="chunks=0"):
-        split_nested(torch.zeros(2), 0)
-
-
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
@@ -83,11 +71,3 @@ def test_outputs_that_cannot_be_joined_are_named(outputs: Any, message: str) -> 
     with pytest.raises(ValueError, match=message):
         gather_nested(outputs)
     assert gather_nested(outputs[:1]) is outputs[0]
-
-
-def test_check_wants_something_to_cut() -> None:
-    check(torch.zeros(1))
-    check({"a": [torch.zeros(1), 3]})
-    for nothing in (3, [], {"a": "b"}, None):
-        with pytest.raises(TypeError, match="expected a tensor"):
-            check(nothing)

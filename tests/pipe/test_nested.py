@@ -59,16 +59,6 @@ def test_a_mapping_of_another_class_keeps_its_attributes() -> None:
     assert torch.equal(value["a"], torch.ones(2))
 
 
-def test_a_bare_tensor_is_one_leaf_also_of_a_list() -> None:
-    x = torch.ones(2)
-    parts, spec = flatten(x)
-    assert parts[0] is x
-    assert unflatten([3], spec) == 3
-    parts, spec = flatten([x])
-    assert parts[0] is x
-    assert unflatten([3], spec) == [3]
-
-
 arguments = st.one_of(leaves, st.lists(leaves, max_size=3).map(tuple), values)
 
 

@@ -41,7 +41,6 @@ def test_a_step_of_one_cell_is_that_of_the_bare_module(loss: str, schedule: str,
     bare = layers()
     model = Pipe(copy.deepcopy(bare), [len(bare)], ["cpu"], checkpoint=mode)
     source = nn.Linear(WIDTH, WIDTH)
-    found = []
     for _ in range(2):  # the second adds to the gradients of the first
         x, target = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
         source.zero_grad()
@@ -57,41 +56,7 @@ def test_a_step_of_one_cell_is_that_of_the_bare_module(loss: str, schedule: str,
         assert [str(action) for action in trace] == ["F0.0", "B0.0"]
         assert torch.equal(returned, expected)
         assert not returned.requires_grad
-        found.append((inputs, [p.grad for p in source.parameters()]))
-    for before, after in found:
-        assert all(map(torch.equal, before, after))
+        assert all(map(torch.equal, inputs, [p.grad for p in source.parameters()]))
     for name, p in bare.named_parameters():
         assert torch.equal(p.grad, model.get_parameter(name).grad), name
     assert all(map(torch.equal, bare.buffers(), model.buffers()))
-
-
-class Fails(torch.autograd.Function):
-    """Whose backward fails."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-
-def test_an_exception_in_the_backward_of_one_cell_restores_gradients_and_runs_no_hook() -> None:
-    model = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.Linear(WIDTH, WIDTH)), [3], ["cpu"])
-    model[1].forward = Fails.apply
-    calls: list[str] = []
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-        p.register_hook(lambda g: calls.append("gradient"))
-        p.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
-    before = [p.grad for p in model.parameters()]
-    with pytest.raises(ZeroDivisionError):
-        model.train_step(torch.randn(2, WIDTH), torch.randn(2, WIDTH), nn.MSELoss())
-    assert not calls
-    for p, gradient in zip(model.parameters(), before, strict=True):
-        assert p.grad is gradient
-        assert torch.equal(gradient, torch.ones_like(p))
-    del model[1].forward
-    model.train_step(torch.randn(2, WIDTH), torch.randn(2, WIDTH), nn.MSELoss())
-    assert calls == ["gradient"] * 4 + ["accumulated"] * 4

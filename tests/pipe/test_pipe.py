@@ -1,5 +1,6 @@
 """A Pipe is the bare module on the same micro-batches: same outputs, gradients, buffers, generator states and names."""
 
+import collections
 import copy
 import itertools
 import pickle
@@ -19,6 +20,7 @@ from pipe.microbatch import gather_nested, split_nested
 from pipe.schedule import fill_drain, one_forward_one_backward
 from pipe.skip import Namespace, pop, skippable, stash
 from pipe.skip.tracker import use_skip_tracker
+from tests.gradients import gradients
 from tests.pipe.test_checkpoint import Log
 from tests.pipe.turns import Turner
 from tests.programs import run_program
@@ -141,14 +143,9 @@ def states() -> Any:
 
 def assert_same(a: Any, b: Any, x: Any, y: Any) -> None:
     """Two models after a step, and their inputs."""
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
-    for (name, p), q in zip(a.named_buffers(), b.buffers(), strict=True):
-        assert torch.equal(p, q), name
-    if x.requires_grad:
-        torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-12)
+    found, expected = ([each.grad for each in (*model.parameters(), given)] for model, given in ((a, x), (b, y)))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(list(a.buffers()), list(b.buffers()), rtol=0, atol=0)
 
 
 @settings(max_examples=190)
@@ -209,72 +206,71 @@ def linears(n: Any = 3) -> Any:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(n)))
 
 
-class TestCheckpointModes:
-    @pytest.mark.parametrize(
-        ("mode", "rows", "expected"),
-        [
-            ("always", 4, [True, True, True, True]),
-            ("except_last", 4, [True, True, True, False]),
-            ("never", 4, [False] * 4),
-            # Fewer rows than chunks: the last micro-batch that there is.
-            ("except_last", 2, [True, False]),
-            ("except_last", 1, [False]),
-        ],
-    )
-    def test_defect_pipe_9_except_last_keeps_exactly_the_last(self, mode: Any, rows: Any, expected: Any) -> None:
-        seen, again = [], []
-        probe = Returns(lambda _, x: (again if is_recomputing() else seen).append(is_checkpointing()) or x)
-        pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), probe), [2], ["cpu"], chunks=4, checkpoint=mode)
-        pipe(torch.randn(rows, WIDTH)).sum().backward()
-        assert seen == expected
-        assert len(again) == sum(expected)
-        seen.clear()
-        with torch.no_grad():
-            assert not pipe(torch.randn(2, WIDTH)).requires_grad
-        pipe.eval()
-        pipe(torch.randn(2, WIDTH))
-        assert seen == [False] * 4, "nothing to recompute is kept"
-
-    def test_a_cell_whose_backward_follows_its_forward_is_not_recomputed(self) -> None:
-        runs = []
-        a, b = (Returns(lambda _, x, name=name: runs.append(name) or x) for name in "ab")
-        pipe = Pipe(nn.Sequential(*linears(1), a, b), [2, 1], chunks=3, checkpoint="always")
-        pipe.train_step(torch.randn(3, WIDTH), torch.randn(3, WIDTH), nn.MSELoss())
-        assert runs.count("b") == 3
-        assert runs.count("a") == 6
+@pytest.mark.parametrize(
+    ("mode", "rows", "expected"),
+    [
+        ("always", 4, [True, True, True, True]),
+        ("except_last", 4, [True, True, True, False]),
+        ("never", 4, [False] * 4),
+        # Fewer rows than chunks: the last micro-batch that there is.
+        ("except_last", 2, [True, False]),
+        ("except_last", 1, [False]),
+    ],
+)
+def test_defect_pipe_9_except_last_keeps_exactly_the_last(mode: Any, rows: Any, expected: Any) -> None:
+    seen, again = [], []
+    probe = Returns(lambda _, x: (again if is_recomputing() else seen).append(is_checkpointing()) or x)
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), probe), [2], ["cpu"], chunks=4, checkpoint=mode)
+    pipe(torch.randn(rows, WIDTH)).sum().backward()
+    assert seen == expected
+    assert len(again) == sum(expected)
+    seen.clear()
+    with torch.no_grad():
+        assert not pipe(torch.randn(2, WIDTH)).requires_grad
+    pipe.eval()
+    pipe(torch.randn(2, WIDTH))
+    assert seen == [False] * 4, "nothing to recompute is kept"
 
 
-class TestOrderAndMemory:
-    @pytest.mark.parametrize("mode", MODES)
-    def test_backward_of_a_micro_batch_runs_before_the_previous_one_is_recomputed(self, mode: Any) -> None:
-        timeline = []
-
-        def probe(own: Any, x: Any) -> Any:
-            event = (own.stage, int(x.detach()[0, 0]))
-            if is_recomputing():
-                timeline.append((*event, "recomputed"))
-            return Log.apply(timeline, (*event, "back"), x + 0 * own.own[:1])
-
-        stages = Returns(probe), Returns(probe)
-        stages[0].stage, stages[1].stage = 0, 1
-        pipe = Pipe(nn.Sequential(*stages), [1, 1], chunks=4, checkpoint=mode)
-        pipe(torch.arange(4.0).view(4, 1)).sum().backward()
-        checkpointed = {"always": 4, "except_last": 3, "never": 0}[mode]
-        for stage in (0, 1):
-            expected = []
-            for i in reversed(range(4)):
-                expected += [(stage, i, "recomputed")] * (i < checkpointed) + [(stage, i, "back")]
-            assert [event for event in timeline if event[0] == stage] == expected
+def test_a_cell_whose_backward_follows_its_forward_is_not_recomputed() -> None:
+    runs = []
+    a, b = (Returns(lambda _, x, name=name: runs.append(name) or x) for name in "ab")
+    pipe = Pipe(nn.Sequential(*linears(1), a, b), [2, 1], chunks=3, checkpoint="always")
+    pipe.train_step(torch.randn(3, WIDTH), torch.randn(3, WIDTH), nn.MSELoss())
+    assert runs.count("b") == 3
+    assert runs.count("a") == 6
 
 
-class TestInputs:
-    def test_defect_pipe_9_unequal_rows_are_an_error(self) -> None:
-        with pytest.raises(ValueError, match=r"sizes of dimension 0 \[6, 8\]"):
-            Pipe(linears(), [3], chunks=2)((torch.ones(8, WIDTH), torch.ones(6, WIDTH)))
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_of_a_micro_batch_runs_before_the_previous_one_is_recomputed(mode: Any) -> None:
+    timeline = []
 
-    def test_an_empty_module_returns_its_input(self) -> None:
-        x = torch.ones(1)
-        assert Pipe(nn.Sequential(), [])(x) is x
+    def probe(own: Any, x: Any) -> Any:
+        event = (own.stage, int(x.detach()[0, 0]))
+        if is_recomputing():
+            timeline.append((*event, "recomputed"))
+        return Log.apply(timeline, (*event, "back"), x + 0 * own.own[:1])
+
+    stages = Returns(probe), Returns(probe)
+    stages[0].stage, stages[1].stage = 0, 1
+    pipe = Pipe(nn.Sequential(*stages), [1, 1], chunks=4, checkpoint=mode)
+    pipe(torch.arange(4.0).view(4, 1)).sum().backward()
+    checkpointed = {"always": 4, "except_last": 3, "never": 0}[mode]
+    for stage in (0, 1):
+        expected = []
+        for i in reversed(range(4)):
+            expected += [(stage, i, "recomputed")] * (i < checkpointed) + [(stage, i, "back")]
+        assert [event for event in timeline if event[0] == stage] == expected
+
+
+def test_defect_pipe_9_unequal_rows_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"sizes of dimension 0 \[6, 8\]"):
+        Pipe(linears(), [3], chunks=2)((torch.ones(8, WIDTH), torch.ones(6, WIDTH)))
+
+
+def test_an_empty_module_returns_its_input() -> None:
+    x = torch.ones(1)
+    assert Pipe(nn.Sequential(), [])(x) is x
 
 
 class TestSettings:
@@ -322,84 +318,93 @@ class TestSettings:
             y = torch.utils.checkpoint.checkpoint(pipe, x, use_reentrant=False) if wrap else pipe(x)
             y.sum().backward()
             grads.append([p.grad for p in pipe.parameters() if p.grad is not None])
-        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        assert all(map(torch.equal, *grads))
         again = [True] * (mode == "except_last")
         assert seen == [False, False, *again, False, False, True, True, *again]
 
 
 class Fails(nn.Module):
-    def __init__(self, error: Any, when: Any = lambda: True) -> None:
+    def __init__(self, error: Any) -> None:
         super().__init__()
-        self.error, self.when = error, when
+        self.error = error
 
     def forward(self, x: Any) -> Any:
-        if self.error is not None and self.when():
+        if self.error is not None:
             raise self.error
         return x
 
 
-class TestExceptions:
-    @pytest.mark.parametrize("error", [ValueError("a"), SystemExit(3), KeyboardInterrupt()])
-    @pytest.mark.parametrize("stage", [0, 2])
-    def test_defect_pipe_8_whatever_a_layer_raises_reaches_the_caller_and_the_pipe_works_afterwards(
-        self, error: Any, stage: Any
-    ) -> None:
-        layers = list(linears(2))
-        layers.insert(stage, Fails(error))
-        pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], chunks=3)
-        with pytest.raises(type(error)) as caught:
-            pipe(torch.randn(3, WIDTH))
-        assert caught.value is error
-        pipe[stage].error = None
-        x = torch.randn(3, WIDTH)
-        torch.testing.assert_close(pipe(x), linears(2)(x))
+@pytest.mark.parametrize("error", [ValueError("a"), SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_defect_pipe_8_whatever_a_layer_raises_reaches_the_caller_and_the_pipe_works_afterwards(
+    error: Any, stage: Any
+) -> None:
+    layers = list(linears(2))
+    layers.insert(stage, Fails(error))
+    pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], chunks=3)
+    with pytest.raises(type(error)) as caught:
+        pipe(torch.randn(3, WIDTH))
+    assert caught.value is error
+    pipe[stage].error = None
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(pipe(x), linears(2)(x))
 
-    @pytest.mark.parametrize("when", ["forward", "backward", "loss"])
-    def test_after_a_failed_step_gradients_are_those_of_before_and_hooks_run_again(self, when: Any) -> None:
-        runs = []
 
-        def later() -> Any:
-            runs.append(is_recomputing())
-            return is_recomputing() if when == "backward" else len(runs) == 3
+@pytest.mark.parametrize(
+    ("when", "chunks"),
+    [
+        *itertools.product(("forward", "recomputation", "backward", "loss"), [3]),
+        *itertools.product(("forward", "backward", "loss"), [1]),  # of one cell, which takes a way of its own
+    ],
+)
+def test_after_a_failed_step_gradients_are_those_of_before_and_hooks_run_again(when: str, chunks: int) -> None:
+    seen, calls = collections.Counter[str](), list[int]()
 
-        fails = Fails(None if when == "loss" else ValueError("no"), later)
-        pipe = Pipe(nn.Sequential(*linears(1), fails, nn.Linear(WIDTH, WIDTH)), [2, 1], chunks=3, checkpoint="always")
-        pipe[0].weight.grad = before = torch.ones(WIDTH, WIDTH)
-        calls = []
-        handle = pipe[0].weight.register_hook(lambda _: calls.append(1))
-        pipe[2].weight.register_post_accumulate_grad_hook(lambda _: calls.append(2))
-        losses = []
+    def reach(place: str) -> None:
+        seen[place] += 1
+        if place == when and seen[place] == chunks:
+            raise ValueError("no")
 
-        def loss_fn(output: Any, target: Any) -> Any:
-            losses.append(1)
-            if when == "loss" and len(losses) == 2:
-                raise ValueError("no")
-            return (output - target).square().mean()
+    def layer(_: Any, x: Any) -> Any:
+        reach("recomputation" if is_recomputing() else "forward")
+        y = x * 1
+        y.register_hook(lambda _: reach("backward"))
+        return y
 
-        with pytest.raises(ValueError, match="no"):
-            pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn, reduction="mean")
-        assert pipe[0].weight.grad is before
-        assert torch.equal(before, torch.ones(WIDTH, WIDTH))
-        assert pipe[0].bias.grad is None
-        assert not calls
-        fails.error = None
-        pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), nn.MSELoss())
-        handle.remove()
-        pipe.train_step(torch.randn(3, WIDTH), torch.zeros(3, WIDTH), nn.MSELoss())
-        assert calls == [1, 2, 2]
-        assert pipe[0].weight.grad is before
-        assert not torch.equal(before, torch.ones(WIDTH, WIDTH))
+    def loss_fn(output: Any, target: Any) -> Any:
+        reach("loss")
+        return nn.functional.mse_loss(output, target)
 
-    def test_a_mode_changed_before_backward_does_not_reach_the_recomputation(self) -> None:
-        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Tanh())
-        x, found = torch.randn(2, WIDTH), []
-        for model in (layers, Pipe(layers, [1, 2], checkpoint="always")):
-            torch.manual_seed(0)
-            y = model.train()(x)
-            model.eval()
-            found.append(torch.autograd.grad(y.sum(), layers[0].weight)[0])
-        assert torch.equal(*found)
-        assert not any(layer.training for layer in layers)
+    layers = nn.Sequential(*linears(1), Returns(layer), nn.Linear(WIDTH, WIDTH))
+    pipe = Pipe(layers, [2, 1] if chunks > 1 else [3], chunks=chunks, checkpoint="always")
+    pipe[0].weight.grad = before = torch.ones(WIDTH, WIDTH)
+    handle = pipe[0].weight.register_hook(lambda _: calls.append(1))
+    pipe[2].weight.register_post_accumulate_grad_hook(lambda _: calls.append(2))
+    step = partial(pipe.train_step, torch.randn(3, WIDTH), torch.zeros(3, WIDTH), loss_fn, reduction="mean")
+    with pytest.raises(ValueError, match="no"):
+        step()
+    assert pipe[0].weight.grad is before
+    assert torch.equal(before, torch.ones(WIDTH, WIDTH))
+    assert pipe[0].bias.grad is None
+    assert not calls
+    step()
+    handle.remove()
+    step()
+    assert sorted(calls) == [1, 2, 2]
+    assert pipe[0].weight.grad is before
+    assert not torch.equal(before, torch.ones(WIDTH, WIDTH))
+
+
+def test_a_mode_changed_before_backward_does_not_reach_the_recomputation() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Tanh())
+    x, found = torch.randn(2, WIDTH), []
+    for model in (layers, Pipe(layers, [1, 2], checkpoint="always")):
+        torch.manual_seed(0)
+        y = model.train()(x)
+        model.eval()
+        found.append(torch.autograd.grad(y.sum(), layers[0].weight)[0])
+    assert torch.equal(*found)
+    assert not any(layer.training for layer in layers)
 
 
 class TestTheFace:
@@ -418,7 +423,7 @@ class TestTheFace:
     def test_it_is_a_sequence_of_its_layers_with_the_fields_of_torchgpipe(self) -> None:
         model = linears()
         mode = type("Mode", (), {"__str__": lambda self: "never"})()  # anything that reads as one
-        pipe = Pipe(model, [1, 2], devices=["cpu", "cpu", "cpu"], chunks=4.0, checkpoint=mode)
+        pipe = Pipe(model, [1, 2], devices=["cpu", "cpu:1", "cpu"], chunks=4.0, checkpoint=mode)
         assert list(pipe) == list(model)
         assert (len(pipe), pipe[-1]) == (3, model[2])
         assert [list(partition) for partition in pipe.partitions] == [[model[0]], [model[1], model[2]]]
@@ -696,5 +701,4 @@ def test_two_cuda_devices_give_the_gradients_of_the_bare_module() -> None:
     pipe(x).sum().backward()
     bare = linears()
     bare(x).sum().backward()
-    for p, q in zip(pipe.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.cpu(), q.grad)
+    torch.testing.assert_close(gradients(pipe), gradients(bare), check_device=False)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipe import Pipe, pipeline
+from pipe import Pipe
 from pipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from pipe.skip.layout import Route, skip_routes
 from pipe.skip.tracker import current_skip_tracker, use_skip_tracker
+from tests.pipe.test_copy import Timeline
 
 
 @skippable(stash=["a"])
@@ -68,27 +69,14 @@ def test_none_can_be_handed_on() -> None:
 
 
 def test_a_skip_is_copied_once_and_straight_between_waits_of_both_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    moves: dict[str, list[Any]] = {"copy": [], "wait": []}
-    for name, log in moves.items():
-        monkeypatch.setattr(pipeline, name, lambda x, a, b, log=log: log.append((a, b, x.sum().item())) or x)
-    monkeypatch.setattr(pipeline, "current_stream", lambda device: f"compute {device.index}")
-    pipe = Pipe(nn.Sequential(StashA(), nn.Identity(), PopA()), [1, 1, 1], chunks=1)
-    for j, stage in enumerate(pipe._stages):
-        stage.device = torch.device("cpu", j)  # so that the pipeline takes them for different devices
-    monkeypatch.setattr(pipeline, "copy_stream", lambda device, j, i: f"copy {j}")
-    pipe(torch.full((1, 3), 4.0))
-    value, skip = 15.0, 24.0
-    assert moves == {
-        "copy": [("copy 0", "copy 1", value), ("copy 1", "copy 2", value), ("copy 0", "copy 2", skip)],
-        "wait": [
-            ("compute 0", "copy 0", value),
-            ("compute 0", "copy 0", skip),
-            ("copy 1", "compute 1", value),
-            ("compute 1", "copy 1", value),
-            ("copy 2", "compute 2", value),
-            ("copy 2", "compute 2", skip),
-        ],
-    }
+    timeline = Timeline(monkeypatch, StashA(), nn.Identity(), PopA())
+    timeline.pipe(torch.ones(1, 3))
+    assert timeline.take() == [
+        *["wait compute0>copy0"] * 2,  # of the value and of the skip
+        *["copy copy0>copy1", "wait copy1>compute1", "wait compute1>copy1", "copy copy1>copy2"],
+        "copy copy0>copy2",
+        *["wait copy2>compute2"] * 2,
+    ]
 
 
 def test_namespaces_keep_equal_names_apart() -> None:

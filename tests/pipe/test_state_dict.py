@@ -14,16 +14,9 @@ WIDTH = 3
 
 
 def layers() -> nn.Sequential:
-    return nn.Sequential(
-        OrderedDict(
-            [
-                ("first", nn.Linear(WIDTH, WIDTH)),
-                ("norm", nn.BatchNorm1d(WIDTH)),
-                ("2", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())),
-                ("last", nn.Linear(WIDTH, WIDTH)),
-            ]
-        )
-    )
+    first, inner, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    named = {"first": first, "norm": nn.BatchNorm1d(WIDTH), "2": nn.Sequential(inner, nn.ReLU()), "last": last}
+    return nn.Sequential(OrderedDict(named))
 
 
 def saved(module: nn.Sequential, balance: list[int], prefix: str = "") -> dict[str, Tensor]:

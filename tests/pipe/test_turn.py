@@ -53,20 +53,21 @@ def test_a_copy_takes_turns_of_its_own(again: Any) -> None:
     assert not pipe[0].log
 
 
-class TestRefusals:
-    def test_layers_that_take_no_turns_need_a_device_each(self) -> None:
-        mixed = nn.Sequential(*turners(2), nn.Linear(WIDTH, WIDTH))
-        with pytest.raises(IndexError, match="offload every stage so that they take turns"):
-            Pipe(mixed, [1, 1, 1], ["cpu", "cpu"])
+def test_layers_that_take_no_turns_need_a_device_each() -> None:
+    mixed = nn.Sequential(*turners(2), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(IndexError, match="offload every stage so that they take turns"):
+        Pipe(mixed, [1, 1, 1], ["cpu", "cpu"])
 
-    def test_layers_without_parameters_may_be_stages_beside_those_that_take_turns(self) -> None:
-        pipe = Pipe(nn.Sequential(*turners(2), nn.ReLU()), [1, 1, 1], ["cpu"], chunks=2)
-        assert pipe(torch.randn(4, WIDTH)).min() >= 0
 
-    def test_a_stage_made_for_another_device_is_named(self) -> None:
-        stages = nn.Sequential(Turner(nn.Linear(2, 2)), Turner(nn.Linear(2, 2), device="meta"))
-        with pytest.raises(ValueError, match="expected stage 1 on cpu, got one that computes on meta"):
-            Pipe(stages, [1, 1], ["cpu"])
+def test_layers_without_parameters_may_be_stages_beside_those_that_take_turns() -> None:
+    pipe = Pipe(nn.Sequential(*turners(2), nn.ReLU()), [1, 1, 1], ["cpu"], chunks=2)
+    assert pipe(torch.randn(4, WIDTH)).min() >= 0
+
+
+def test_a_stage_made_for_another_device_is_named() -> None:
+    stages = nn.Sequential(Turner(nn.Linear(2, 2)), Turner(nn.Linear(2, 2), device="meta"))
+    with pytest.raises(ValueError, match="expected stage 1 on cpu, got one that computes on meta"):
+        Pipe(stages, [1, 1], ["cpu"])
 
 
 def test_after_an_exception_weights_may_change_again() -> None:

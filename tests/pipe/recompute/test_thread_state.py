@@ -136,24 +136,6 @@ def test_hooks_of_torch_checkpoint_reach_a_thread_but_not_a_recomputation() -> N
     before.restore()
 
 
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def test_settings_are_restored_where_an_interrupt_stopped_the_exit_of_a_context(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    @restores_thread_state
-    def run() -> None:
-        with torch.no_grad():
-            pass
-
-    monkeypatch.setattr(torch.no_grad, "__exit__", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert torch.is_grad_enabled()
-
-
 @pytest.mark.parametrize("function", [contextlib.ExitStack.__exit__, contextlib.ExitStack.enter_context])
 @pytest.mark.parametrize("lines", range(12))
 def test_all_contexts_of_a_stack_end_that_an_interrupt_stops_at_any_line(function: Any, lines: int) -> None:

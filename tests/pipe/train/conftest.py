@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import tensors_in
-from pipe.train import Lane, Ticket
-from tests.programs import Program, run_programs
+from pipe.train import Lane, PrefetchTrainPipelineSparseDist, Ticket, TrainPipelineBase, TrainPipelineSparseDist
+
+PIPELINES = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
+BOTH = pytest.mark.parametrize("make", PIPELINES[:2])
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -99,49 +99,6 @@ class Counting(nn.Module):
 def numbers(*values: int) -> Iterator[Tensor]:
     """An iterator over batches for :class:`Counting`."""
     return iter([torch.tensor(k) for k in values])
-
-
-#: Programs of several ranks begin and end with these. Between them, functions without arguments are claims.
-BEGIN = """
-import copy, logging, os, sys, traceback, warnings, torch, torch.distributed as dist
-from torch import nn
-logging.disable(logging.WARNING)
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=world)
-
-def run(pipeline, batches):
-    outputs, iterator = [], iter(batches)
-    while True:
-        try:
-            outputs.append(pipeline.progress(iterator))
-        except StopIteration:
-            return outputs
-"""
-END = """
-for name in sys.argv[2:]:
-    try:
-        globals()[name]()
-        print("held:", name, flush=True)
-    except BaseException:
-        print("broken:", name, traceback.format_exc(), flush=True)
-        break
-dist.destroy_process_group()
-"""
-
-
-def claims_of(program: str) -> list[str]:
-    return re.findall(r"^def (\w+)\(\):$", program, re.MULTILINE)
-
-
-def outputs_of_ranks(program: str, world: int, folder: Path) -> list[str]:
-    """What so many ranks print that put every claim to the test: one start of the processes for all of them."""
-    programs = []
-    for rank in range(world):
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        environment = {name: str(value) for name, value in ranks.items()}
-        programs.append(Program(BEGIN + program + END, [folder / "store", *claims_of(program)], environment))
-    return [rank.output + rank.errors for rank in run_programs(programs, 240)]
 
 
 def pipeline_of(make: Any, model: nn.Module, **options: Any) -> Any:
@@ -313,9 +270,7 @@ class Lab:
                 return outputs
 
     def assert_same(self, model: nn.Module, reference: nn.Module) -> None:
-        expected = reference.state_dict()
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(model.state_dict(), reference.state_dict(), atol=1e-6, rtol=1e-6)
 
     def check_training(
         self,

@@ -19,9 +19,7 @@ from torch import nn
 from pipe import Pipe
 from pipe.train import TrainPipelineBase, TrainPipelineSparseDist
 from pipe.train.batch import pageable_bytes
-from tests.pipe.train.conftest import Counting, numbers, pipeline_of
-
-BOTH = pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
+from tests.pipe.train.conftest import BOTH, Counting, numbers, pipeline_of
 
 
 @BOTH
@@ -123,9 +121,7 @@ def say_so(model: Any, optimizer: Any) -> None:
         ({"enable_amp": True, "amp_dtype": torch.float16}, "scales its loss"),
     ],
 )
-def test_updates_inside_backward_are_refused_where_they_would_step_on_a_part(
-    add: Any, message: Any, options: Any, reason: Any
-) -> None:
+def test_updates_in_backward_that_step_on_a_part_are_refused(add: Any, message: Any, options: Any, reason: Any) -> None:
     model = Counting()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     add(model, optimizer)
@@ -151,9 +147,7 @@ def test_a_hook_added_after_construction_is_refused_before_the_next_batch_runs(l
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_updates_inside_backward_are_refused_for_a_pipe_of_several_micro_batches(
-    chunks: Any, where: Any, checkpoint: Any
-) -> None:
+def test_updates_in_backward_are_refused_for_a_pipe_of_micro_batches(chunks: Any, where: Any, checkpoint: Any) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"], chunks=chunks, checkpoint=checkpoint)
     model = nn.ModuleDict({"pipe": pipe, "head": nn.Linear(2, 2)})
     part = model["pipe" if where == "inside" else "head"]

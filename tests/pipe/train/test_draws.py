@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipe.train import InlineLane, Lane, Lanes, Ticket, TrainPipelineBase, TrainPipelineSparseDist
-from tests.pipe.train.conftest import LateLane
-
-BOTH = pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
+from pipe.train import InlineLane, Lane, Lanes, Ticket, TrainPipelineBase
+from tests.pipe.train.conftest import BOTH, LateLane
 
 
 class EagerLane(Lane):
@@ -120,9 +118,7 @@ def check(
 @SPEEDS
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_loader_and_a_model_that_draw_from_one_generator_draw_as_in_a_plain_loop(
-    make: Any, load: Any, source: Any, size: Any
-) -> None:
+def test_a_loader_and_model_of_one_generator_draw_as_in_a_loop(make: Any, load: Any, source: Any, size: Any) -> None:
     statistics = check(make, load, lambda: drawing_loader(source, 8), source=source, size=size)
     assert statistics.batches_in_turn == 7
 
@@ -140,9 +136,7 @@ def test_the_code_around_the_pipeline_draws_as_in_a_plain_loop_too(make: Any) ->
         ("numpy", "read forward read read read forward read forward forward forward"),
     ],
 )
-def test_a_loader_that_draws_nothing_that_the_model_draws_is_read_ahead_once_that_is_known(
-    loader: Any, order: Any
-) -> None:
+def test_a_loader_that_draws_nothing_that_the_model_draws_is_read_ahead_once_known(loader: Any, order: Any) -> None:
     log: list[str] = []
     model = Drawing("torch", log)
     pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), 0.1), "cpu", lanes=lanes(EagerLane))

@@ -19,7 +19,7 @@ from pipe.train import (
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
-from tests.pipe.train.conftest import Counting, FakeCached, numbers, pipeline_of
+from tests.pipe.train.conftest import BOTH, Counting, FakeCached, numbers, pipeline_of
 
 
 class Fragile(Counting):
@@ -180,7 +180,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("wrap", [lambda one: one, Wrapped, lambda one: [torch.optim.SGD([torch.zeros(1)]), one]])
-@pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
+@BOTH
 def test_an_optimizer_that_needs_a_closure_is_refused_at_construction(lab: Any, make: Any, wrap: Any) -> None:
     model = lab.model()
     with pytest.raises(TypeError, match=r"without a closure, got LBFGS, whose step has a missing .*'closure': a train"):
@@ -279,9 +279,7 @@ def plain_events(model: Any, optimizer: Any, steps: Any, loader: Any, size: Any,
     copy=st.integers(0, 4),
     kind=st.sampled_from(["threads", "serial", "sparse"]),
 )
-def test_whatever_fails_the_caller_sees_what_a_plain_loop_shows(
-    counts: Any, data: Any, size: Any, load: Any, copy: Any, kind: Any
-) -> None:
+def test_failures_look_as_in_a_plain_loop(counts: Any, data: Any, size: Any, load: Any, copy: Any, kind: Any) -> None:
     def errors(first: Any, last: Any, *kinds: Any) -> Any:
         """Which errors the batches or reads of these numbers shall raise."""
         return data.draw(st.dictionaries(st.integers(first, max(last, 0)), st.sampled_from(kinds), max_size=2))

@@ -21,9 +21,7 @@ def prefetching(lab: Any, model: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("grad_accum", [1, 3])
 @pytest.mark.parametrize("lanes", [None, Lanes.serial()])
 @pytest.mark.parametrize("sparse", [FakeCached, FakeSparse])
-def test_a_model_is_trained_as_in_a_plain_loop_whether_its_modules_prefetch_or_not(
-    lab: Any, sparse: Any, grad_accum: Any, lanes: Any
-) -> None:
+def test_models_train_as_in_a_loop_prefetched_or_not(lab: Any, sparse: Any, grad_accum: Any, lanes: Any) -> None:
     make = partial(PrefetchTrainPipelineSparseDist, lanes=lanes)
     pipeline = lab.check_training(make, lambda: lab.sparse_model(sparse), lambda: [lab.batches(7)], grad_accum)
     module = pipeline.detach().inner["sparse"]
@@ -55,9 +53,7 @@ class Table(nn.Module):
 @pytest.mark.parametrize(
     ("prefetch_pipeline", "rows", "refused"), [(False, 4, True), (False, 0, False), (True, 4, False)]
 )
-def test_tables_that_are_cached_and_not_made_to_be_prefetched_are_refused(
-    lab: Any, prefetch_pipeline: Any, rows: Any, refused: Any
-) -> None:
+def test_cached_tables_without_prefetch_are_refused(lab: Any, prefetch_pipeline: Any, rows: Any, refused: Any) -> None:
     model = lab.sparse_model(FakeCached)
     model.inner["sparse"].lookups = [nn.ModuleList([Table(prefetch_pipeline, rows)])]  # in a list, as torchrec's
     refusal = pytest.raises(ValueError, match=r"Table of module 'inner.sparse'.*prefetch_pipeline=False")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipe.train.conftest import claims_of, outputs_of_ranks
+from tests.programs import claims_of, outputs_of_ranks
 
 PROGRAM = """
 from torch.distributed.device_mesh import init_device_mesh

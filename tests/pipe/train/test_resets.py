@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from pipe.train import (
-    EvalPipelineSparseDist,
-    PrefetchTrainPipelineSparseDist,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-)
-from tests.pipe.train.conftest import Counting, numbers, pipeline_of
+from pipe.train import EvalPipelineSparseDist, PrefetchTrainPipelineSparseDist
+from tests.pipe.train.conftest import PIPELINES, Counting, numbers, pipeline_of
 
-TRAINING = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
 COUNT = 5
 BATCHES = list(range(COUNT))
 
@@ -75,24 +69,20 @@ def by_range(pipeline: Any, batches: Any) -> None:
 
 
 @BY_LOADER
-@pytest.mark.parametrize("make", [*TRAINING, EvalPipelineSparseDist])
-def test_every_epoch_has_every_batch_once_in_both_ways_to_write_the_loop_and_ends_the_open_window(
-    lab: Any, make: Any, kind: str
-) -> None:
+@pytest.mark.parametrize("make", [*PIPELINES, EvalPipelineSparseDist])
+def test_every_epoch_has_every_batch_once_in_both_loops_and_ends_its_window(lab: Any, make: Any, kind: str) -> None:
     model, loader = Counting(), LOADERS[kind]()
-    pipeline = pipeline_of(make, model, **({"grad_accum": 3} if make in TRAINING else {}))
+    pipeline = pipeline_of(make, model, **({"grad_accum": 3} if make in PIPELINES else {}))
     for number, epoch in enumerate((by_range, by_range, lab.run, by_range, lab.run, lab.run), 1):
         epoch(pipeline, iter(loader))
-        assert pipeline.statistics().steps == (2 * number if make in TRAINING else 0)
+        assert pipeline.statistics().steps == (2 * number if make in PIPELINES else 0)
     assert model.ran == BATCHES * 6
 
 
 @BY_LOADER
 @pytest.mark.parametrize("make", [PrefetchTrainPipelineSparseDist, EvalPipelineSparseDist])
 @pytest.mark.parametrize("early", [1, 4])
-def test_after_an_epoch_that_was_left_early_each_batch_that_was_read_runs_once(
-    lab: Any, make: Any, kind: str, early: int
-) -> None:
+def test_after_an_epoch_left_early_each_batch_read_runs_once(lab: Any, make: Any, kind: str, early: int) -> None:
     model, loader = Counting(), LOADERS[kind]()
     pipeline = pipeline_of(make, model)
     for _ in range(2):
@@ -108,14 +98,10 @@ def test_after_an_epoch_that_was_left_early_each_batch_that_was_read_runs_once(
 
 @pytest.mark.parametrize(
     "wrap",
-    [
-        lambda loader: loader,
-        lambda loader: map(torch.Tensor.clone, loader),
-        lambda loader: (batch for batch in loader),
-    ],
+    [lambda loader: loader, lambda loader: map(torch.Tensor.clone, loader), lambda loader: (batch for batch in loader)],
     ids=["itself", "map", "generator"],
 )
-@pytest.mark.parametrize("make", TRAINING)
+@pytest.mark.parametrize("make", PIPELINES)
 def test_an_iterator_is_read_in_another_thread_but_never_between_two_calls(make: Any, wrap: Any) -> None:
     inside = threading.Event()
 
@@ -142,7 +128,7 @@ def test_an_iterator_is_read_in_another_thread_but_never_between_two_calls(make:
     assert pipeline.statistics().wait_seconds["load"] > 0
 
 
-@pytest.mark.parametrize("make", TRAINING)
+@pytest.mark.parametrize("make", PIPELINES)
 def test_after_a_failure_a_loader_goes_on_or_begins_again(lab: Any, make: Any) -> None:
     class Failing(InPlace):
         failed = False

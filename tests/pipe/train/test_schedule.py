@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipe.train import Lanes, PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
+from tests.pipe.train.conftest import PIPELINES
 
 COUNT = 5
 
@@ -72,9 +73,7 @@ def calls_of(lab: Any, kind: Any, **options: Any) -> list[str]:
         ),
     ],
 )
-def test_fill_steady_state_and_drain_and_copies_behind_the_forward_before(
-    lab: Any, kind: Any, fill: Any, steady: Any, behind: Any
-) -> None:
+def test_fill_steady_state_drain_and_late_copies(lab: Any, kind: Any, fill: Any, steady: Any, behind: Any) -> None:
     def later(calls: int) -> str:
         """The same so many calls later, without what is read behind the end."""
         moved = re.sub(r"\d+", lambda found: str(int(found[0]) + calls), steady)
@@ -87,13 +86,11 @@ def test_fill_steady_state_and_drain_and_copies_behind_the_forward_before(
 
 @settings(max_examples=30)
 @given(
-    kind=st.sampled_from([TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]),
+    kind=st.sampled_from(PIPELINES),
     data=st.data(),
     behind=st.booleans(),
 )
-def test_every_stage_runs_once_per_batch_in_order_and_after_what_it_needs(
-    lab: Any, kind: Any, data: Any, behind: Any
-) -> None:
+def test_stages_run_once_a_batch_in_order_after_what_they_need(lab: Any, kind: Any, data: Any, behind: Any) -> None:
     ahead = {name: data.draw(st.sampled_from([0, 1, 2, 4]), name) for name in kind.default_ahead}
     calls = calls_of(lab, kind, ahead=ahead, enqueue_batch_after_forward=behind)
     events = [event for call in calls for event in call.split()]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipe.train.conftest import claims_of, outputs_of_ranks
+from tests.programs import claims_of, outputs_of_ranks
 
 HAS_TORCHREC = all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
 pytestmark = [

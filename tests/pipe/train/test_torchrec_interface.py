@@ -10,18 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipe.train import (
-    EvalPipelineSparseDist,
-    InlineLane,
-    Lanes,
-    PrefetchTrainPipelineSparseDist,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-)
-from tests.pipe.train.conftest import Counting, FakeSparse, LateLane, numbers, pipeline_of
+from pipe.train import EvalPipelineSparseDist, InlineLane, Lanes, TrainPipelineBase, TrainPipelineSparseDist
+from tests.pipe.train.conftest import BOTH, PIPELINES, Counting, FakeSparse, LateLane, numbers, pipeline_of
 
-BOTH = pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
-SPARSE = pytest.mark.parametrize("make", [TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist])
+SPARSE = pytest.mark.parametrize("make", PIPELINES[1:])
 SPEED = {"pipeline_postproc", "enable_inplace_copy_batch", "free_features_storage_early", "clear_data_dist_inputs"}
 
 
@@ -100,9 +92,7 @@ def test_without_execute_all_batches_and_with_nothing_ahead_every_batch_runs(lab
 
 
 @pytest.mark.parametrize(("interval", "size", "expected"), [(1, 1, 5), (2, 1, 3), (1, 2, 3), (None, 1, 0)])
-def test_replicated_tables_are_averaged_before_the_steps_whose_turn_it_is(
-    lab: Any, interval: Any, size: Any, expected: Any
-) -> None:
+def test_replicated_tables_are_averaged_at_their_interval(lab: Any, interval: Any, size: Any, expected: Any) -> None:
     log = []
 
     class DMPCollection(Counting):
@@ -124,9 +114,7 @@ def test_replicated_tables_are_averaged_before_the_steps_whose_turn_it_is(
 # --- reset ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make", [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist, EvalPipelineSparseDist]
-)
+@pytest.mark.parametrize("make", [*PIPELINES, EvalPipelineSparseDist])
 @pytest.mark.parametrize("calls", [0, 1, 4, 5])
 def test_reset_drops_batches_in_flight_and_continues_with_any_iterator(lab: Any, make: Any, calls: Any) -> None:
     model = Counting()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipe.train import Lanes, PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
-from tests.pipe.train.conftest import KINDS
+from pipe.train import Lanes, TrainPipelineBase, TrainPipelineSparseDist
+from tests.pipe.train.conftest import KINDS, PIPELINES
 
 
 def check(lab: Any, make: Any, counts: Any, grad_accum: Any, kind: Any = "dict") -> None:
@@ -38,7 +38,7 @@ def test_final_weights_equal_a_plain_loop_for_every_kind_of_batch(lab: Any, kind
 @given(
     counts=st.lists(st.integers(0, 7), min_size=1, max_size=3),
     grad_accum=st.sampled_from([None, 1, 2, 3, 4, 5]),
-    kind=st.sampled_from([TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]),
+    kind=st.sampled_from(PIPELINES),
     depths=st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 3), st.integers(0, 3)),
     serial=st.booleans(),
     behind=st.booleans(),

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipe.train import InlineLane, Lanes, PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
+from pipe.train import InlineLane, Lanes, TrainPipelineBase, TrainPipelineSparseDist
 from pipe.train.distribute import Distribution
-from tests.pipe.train.conftest import FakeCached, LateLane
-
-KINDS = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
+from tests.pipe.train.conftest import PIPELINES, FakeCached, LateLane
 
 
 def waits(kind: Any) -> Any:
@@ -49,12 +47,12 @@ def check_training(lab: Any, kind: Any, lanes: Any, without: Any = None, late: A
         assert pipeline.detach().inner["sparse"].count("forward") == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PIPELINES)
 def test_a_pipeline_whose_lanes_are_as_late_as_they_may_be_is_still_a_plain_loop(lab: Any, kind: Any) -> None:
     check_training(lab, kind, Lanes(*(LateLane() for _ in range(4))))
 
 
-@pytest.mark.parametrize(("kind", "stage", "needed"), [(kind, *wait) for kind in KINDS for wait in waits(kind)])
+@pytest.mark.parametrize(("kind", "stage", "needed"), [(kind, *wait) for kind in PIPELINES for wait in waits(kind)])
 def test_without_this_wait_its_stage_runs_too_early(lab: Any, kind: Any, stage: Any, needed: Any) -> None:
     lanes = Lanes(*(InlineLane() for _ in range(4)))
     with pytest.raises(AssertionError, match=f"^{stage} ran before {needed}"):
