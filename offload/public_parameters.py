@@ -54,7 +54,7 @@ class PublicParameters:
 
         ``held``: parameters that other parts of the engine hold, once for each reference.
         """
-        self._shards = shards
+        self._counted_shards = shards
         #: How many references of the engine, and of the modules themselves, each parameter has.
         self._ours: Counter[nn.Parameter] = Counter()
         for module in dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules()):
@@ -118,7 +118,9 @@ class PublicParameters:
             gradient = parameter.grad
             if gradient is not None and sys.getrefcount(gradient) != _UNHELD_GRADIENT:
                 return True
-        return any(shard.home is not None and shard.count_home_owners() != shard.home_uses for shard in self._shards)
+        return any(
+            shard.home is not None and shard.count_home_owners() != shard.home_uses for shard in self._counted_shards
+        )
 
     def begin_step(self, optimizer: ModelOptimizer) -> None:
         """Called at the beginning of a step."""

@@ -23,7 +23,13 @@ def gradients(*modules: nn.Module) -> dict[str, Any]:
 def assert_same_step(
     expected: Sequence[nn.Module], actual: Sequence[nn.Module], tolerance: float | None = None
 ) -> None:
-    """Gradients and buffers of two lists of modules; within torch's tolerances or, in absolute terms, another one."""
-    given = {} if tolerance is None else {"rtol": 1e-5, "atol": tolerance}
-    of_both = [gradients(*modules) | dict(nn.ModuleList(modules).named_buffers()) for modules in (actual, expected)]
-    torch.testing.assert_close(*of_both, **given)
+    """Compares gradients and buffers of two lists of modules; ``tolerance``: absolute, by default by their types."""
+    wanted, found = (
+        gradients(*modules) | dict(nn.ModuleList(modules).named_buffers()) for modules in (expected, actual)
+    )
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        wide = value is not None and value.dtype == torch.float64
+        relative, absolute = (1e-10, 1e-12) if wide else (1e-5, 1e-6)
+        absolute = absolute if tolerance is None else tolerance
+        torch.testing.assert_close(value, wanted[name], rtol=relative, atol=absolute, msg=lambda m, n=name: f"{n}: {m}")

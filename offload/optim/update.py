@@ -51,7 +51,7 @@ class Update:
     io_threads: Threads
     buffer_pool: IOBufferPool
     #: A weak method, since an update may outlive its optimizer; called with each job that is done.
-    finished: weakref.WeakMethod[Callable[[UpdateJob], None]]
+    finished: weakref.WeakMethod[Any]
     #: Whether parameters may be updated in the slot of the next load, which saves a second read.
     in_slot: bool
     #: Its letter in the plan: U before a load, V in backward.
