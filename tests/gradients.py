@@ -11,6 +11,10 @@ from torch import nn
 __all__ = ["assert_same_step", "gradients"]
 
 
+#: Relative and absolute, by type; of others, torch's.
+TOLERANCES: dict[Any, Any] = {torch.float64: (1e-7, 1e-10), torch.float32: (1e-5, 1e-6)}
+
+
 def gradients(*modules: nn.Module) -> dict[str, Any]:
     """By name, of all parameters: dense, and whole where processes hold parts of them."""
     found: dict[str, Any] = {name: p.grad for name, p in nn.ModuleList(modules).named_parameters()}
@@ -29,7 +33,7 @@ def assert_same_step(
     )
     assert found.keys() == wanted.keys()
     for name, value in found.items():
-        wide = value is not None and value.dtype == torch.float64
-        relative, absolute = (1e-10, 1e-12) if wide else (1e-5, 1e-6)
-        absolute = absolute if tolerance is None else tolerance
+        relative, absolute = TOLERANCES.get(None if value is None else value.dtype, (None, None))
+        if tolerance is not None:
+            relative, absolute = relative or 1e-5, tolerance
         torch.testing.assert_close(value, wanted[name], rtol=relative, atol=absolute, msg=lambda m, n=name: f"{n}: {m}")
