@@ -93,8 +93,7 @@ class Engine:
         self._made_in = os.getpid()
         #: Forwards of several chunks so far, and whether in one of them code between blocks has set their attributes.
         self.chunked, self.sets_between = 0, False
-        leaves = homes.public.for_autograd
-        self._weights = [Weights(shard, homes.device, leaves(shard.parameters)) for shard in homes.shards]
+        self._weights = [Weights(shard, homes.device, homes.public.for_autograd) for shard in homes.shards]
         self._slots = Slots(homes.streamer)
         self.backward = self.backward_kind(homes, self._weights, self._slots)
         #: Of each shard.

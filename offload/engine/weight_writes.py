@@ -6,7 +6,6 @@ stored before the next one, and what a layer writes while it runs at the end of 
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 
@@ -52,7 +51,6 @@ class AssignedData:
         found = [(shard, s) for shard in self._shards for s in shard.assigned()]
         if found:
             self._refuse_held(found)
-            _warn_of_shared([s for _, s in found])
         assigned = [(shard, s, s.parameter.detach()) for shard, s in found]
         if len(assigned) > 1:
             # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
@@ -91,19 +89,6 @@ class AssignedData:
         if stores != self.stores and self._assigned_at:
             assigned += [s.name for s in shard.slices if self._assigned_at.get(id(s.parameter), 0) > stores]
         return assigned
-
-
-def _warn_of_shared(assigned: Sequence[Slice]) -> None:
-    """Tells the user that parameters which code gave to other processes do not stay in the memory of these."""
-    names = [s.name for s in assigned if s.parameter.device.type == "cpu" and s.parameter.is_shared()]
-    if names:
-        warnings.warn(
-            f"parameters ({', '.join(names[:3])}) were moved to shared memory, by share_memory_() or by a queue to "
-            f"another process, but are stored in their homes: they return there with their values, and other processes "
-            f"keep those of now. Send copies: p.detach().clone()",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def _memory(tensor: Tensor) -> int:

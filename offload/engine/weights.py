@@ -3,7 +3,7 @@
 The user's parameters are never moved: they are the home. While a block runs, the registers of its modules
 (``module._parameters``) hold tensors on the slot in their place, and the parameters again afterwards. ::
 
-    weights = Weights(shard, device, shard.parameters)
+    weights = Weights(shard, device, lambda parameters: parameters)
     with weights.bound(weights.views(slots)):
         block(input)
 """
@@ -11,7 +11,7 @@ The user's parameters are never moved: they are the home. While a block runs, th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,11 +27,14 @@ from pipe.torch_private.tensors import storage_uses
 
 __all__ = ["Weights"]
 
+#: The parameters that users see for those of layers.
+LeavesOf = Callable[[Sequence[nn.Parameter]], Sequence[nn.Parameter]]
+
 
 class Weights:
     """The places of one shard's parameters in its modules, and views of them on the slot that holds the shard."""
 
-    def __init__(self, shard: Shard, device: torch.device, leaves: Sequence[nn.Parameter]) -> None:
+    def __init__(self, shard: Shard, device: torch.device, leaves_of: LeavesOf) -> None:
         self.shard, self.device = shard, device
         #: Positions in :attr:`Shard.slices` of what is copied to the slot; other parameters stay on the compute device.
         self.streamed = [k for k in range(len(shard.slices)) if shard.copies(k)]
@@ -41,7 +44,7 @@ class Weights:
         self.owners = shard.places
         self.parameters = shard.parameters
         #: The parameters that users see, which are the leaves of their graphs.
-        self.leaves = leaves
+        self.leaves = leaves_of(self.parameters)
         self._stay: list[bool] | None = None
         self._tokens: dict[tuple[int, ...], Sequence[Tensor]] = {}
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.

@@ -122,6 +122,7 @@ class MeshParameters(PublicParameters):
 
     sharded = True
     ranks: Ranks
+    _shards: Sequence[MeshShard]
 
     def __init__(
         self,
