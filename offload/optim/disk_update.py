@@ -21,7 +21,7 @@ Guarantees
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.torch_private.autograd import outside_inference_mode
 
-__all__ = ["DiskParamBlock"]
+__all__ = ["DiskParamBlock", "group_slices"]
 
 # States of one update are allocated as one block of storage. Only dense states are stored in files: what counts steps,
 # and states that are sparse, stay in memory.
@@ -74,6 +74,21 @@ class StateFile(NamedTuple):
     def span(self, key: str, update_block: UpdateBlock) -> tuple[int, int]:
         """Offset and size of what belongs to a block of the parameter; the state is named ``key``."""
         return update_block.span(self.view.nbytes, self.view.element_size(), elements_per_entry(key))
+
+
+def group_slices(slices: Sequence[Slice], max_bytes: int) -> Iterator[list[Slice]]:
+    """Groups parameters into param blocks of at most ``max_bytes``; a larger parameter is one of its own.
+
+    In order of size: norms and biases, which are stored between matrices, are then updated together.
+    """
+    param_block: list[Slice] = []
+    for s in sorted(slices, key=lambda s: s.full_nbytes):
+        if param_block and sum(member.full_nbytes for member in param_block) + s.full_nbytes > max_bytes:
+            yield param_block
+            param_block = []
+        param_block.append(s)
+    if param_block:
+        yield param_block
 
 
 #: Key of the lower halves of weights, beside those of states.
@@ -230,25 +245,16 @@ class DiskParamBlock(ParamBlock):
         chosen = [k for k, gradient in enumerate(job.gradients) if gradient is not None]
         writes: list[Write] = []
         weights: dict[int, EncodedWeights] = {}
-        bound: dict[int, dict[str, Tensor]] = {}
         places_before = [dict(places) for places in self._places]
         try:
             for k in chosen:
                 writes += self._bind_weights(job, k, update_block, io_buffer, slot, weights)
                 self.proxies[k].grad = self._gradient(job, k, update_block, io_buffer, writes)
-                bound[k] = self._bind_states(job, k, update_block, io_buffer)
+                self._bind_states(job, k, update_block, io_buffer)
             job.bytes_read += io_buffer.bytes_read
             self._buffer_pool.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
             self._step(weights)
-            states = self.states()
-            in_place: dict[int, dict[str, Write]] = {k: {} for k in chosen}
-            for k in chosen:
-                for key, value in bound[k].items():
-                    part = io_buffer.part((k, key))
-                    # A class may replace the tensor, or its memory.
-                    if states[k].get(key) is value and value.data_ptr() == part.source.data_ptr():
-                        in_place[k][key] = part
-            writes += self._state_writes(states, update_block, in_place)
+            writes += self._state_writes(chosen, update_block)
         except BaseException:
             # No file has been written yet.
             self._places = places_before
@@ -256,10 +262,10 @@ class DiskParamBlock(ParamBlock):
                 state = optimizer.state[self.proxies[k]]
                 state.clear()
                 state.update(copied(job.states_before[k] or {}))
-                self._restore_views(k, state)
+                self._restore_views(k)
             raise
         for k in chosen:
-            self._restore_views(k, states[k])
+            self._restore_views(k)
         job.writes += writes
         job.bytes_written += sum(write.nbytes for write in writes)
         job.blocks_done += 1
@@ -334,52 +340,42 @@ class DiskParamBlock(ParamBlock):
                     stored.copy_(values)
         return update_block.shape(values, self._like[k])
 
-    def _bind_states(self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer) -> dict[str, Tensor]:
-        """Points the states of one parameter at memory, and returns them; none before its first update."""
+    def _bind_states(self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer) -> None:
+        """Points the states of one parameter at memory; it has none before its first update."""
         assert self.optimizer is not None
         state, before = self.optimizer.state[self.proxies[k]], job.states_before[k]
         state.clear()
-        if before is None:
-            return {}
-        places = self._places[k].items()
-        bound = {key: update_block.shape(io_buffer.part((k, key)).source, place.view) for key, place in places}
-        state.update(copied(before))
-        state.update(bound)
-        return bound
+        if before is not None:
+            state.update(copied(before))
+            for key, place in self._places[k].items():
+                state[key] = update_block.shape(io_buffer.part((k, key)).source, place.view)
 
-    def _restore_views(self, k: int, state: dict[str, Any]) -> None:
+    def _restore_views(self, k: int) -> None:
         """The states of a parameter are views of their files again, and its proxy has no memory."""
         self.proxies[k].grad = None
         self.proxies[k].data = self._blank[k]
-        for key, place in self._places[k].items():
-            state[key] = place.view
+        self.states()[k].update({key: place.view for key, place in self._places[k].items()})
 
-    def _state_writes(
-        self, states: States, update_block: UpdateBlock, in_place: Mapping[int, Mapping[str, Write]]
-    ) -> list[Write]:
+    def _state_writes(self, chosen: Iterable[int], update_block: UpdateBlock) -> list[Write]:
         """The writes of the states of some parameters: of all elements, or of those of a block.
 
-        ``in_place``: for each of them, the states that are where they were read. Others are written to the places that
-        they have, or to one new block; places of no state are forgotten. Raises OSError if the storage is full,
+        New states get places in one new block; places of no state are forgotten. Raises OSError if the storage is full,
         TypeError for states unfit for a file.
         """
-        moved: list[tuple[int, str, Tensor]] = []
+        values: list[tuple[int, str, Tensor]] = []
         new: list[tuple[int, str, int, Tensor]] = []
-        end, whole = 0, update_block.end is None
-        for k, known in in_place.items():
-            places = self._places[k]
-            for key in [key for key in places if key not in known and not is_stored(states[k].get(key))]:
-                del places[key]
-            for key, value in states[k].items():
-                if key in known or not is_stored(value):
-                    continue
+        end, whole, states = 0, update_block.end is None, self.states()
+        for k in chosen:
+            stored = {key: value for key, value in states[k].items() if is_stored(value)}
+            places = self._places[k] = {key: place for key, place in self._places[k].items() if key in stored}
+            for key, value in stored.items():
                 if type(value) not in (Tensor, torch.nn.Parameter):
                     raise TypeError(
                         f"{self.factory.kind.__name__} keeps state {key!r} of parameter {self.slices[k].name} as "
                         f"{type(value).__name__}, which cannot be stored in a file; use homes in host memory "
                         f"(offload_device='cpu'), or a class whose states are plain tensors"
                     )
-                moved.append((k, key, value))
+                values.append((k, key, value))
                 like = torch.empty_like(value, device="meta") if whole else self._whole_state(k, key, value)
                 place = places.get(key)
                 if place is not None and (place.view.dtype, place.view.shape) == (like.dtype, like.shape):
@@ -392,8 +388,8 @@ class DiskParamBlock(ParamBlock):
             block = self._tier.allocate(end, f"shard{self.shard.index}-states", cyclic=True)
             for k, key, offset, like in new:
                 self._places[k][key] = StateFile.at(block, offset, like)
-        writes = [part for parts in in_place.values() for part in parts.values()]
-        for k, key, value in moved:
+        writes = []
+        for k, key, value in values:
             place = self._places[k][key]
             if whole and value.stride() != place.view.stride():
                 value = torch.empty_strided(value.shape, place.view.stride(), dtype=value.dtype).copy_(value)
@@ -409,9 +405,8 @@ class DiskParamBlock(ParamBlock):
 
     def _store_all_states(self) -> None:
         """Writes all states to files, in one block."""
-        states = self.states()
-        for write in self._state_writes(states, UpdateBlock(), {k: {} for k in range(len(states))}):
+        for write in self._state_writes(range(len(self.slices)), UpdateBlock()):
             write.run()
-        for k, state in enumerate(states):
+        for k, state in enumerate(self.states()):
             if state:
-                self._restore_views(k, state)
+                self._restore_views(k)

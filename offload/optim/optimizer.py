@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.forms.quantised import is_taken_apart
+from offload.forms.quantised import StoredTensor, is_taken_apart
+from offload.optim.disk_update import DiskParamBlock, group_slices
 from offload.optim.groups import (
     GroupChanges,
     check_choices,
@@ -24,19 +26,20 @@ from offload.optim.groups import (
     resolve_groups,
 )
 from offload.optim.io_buffers import IOBufferPool
-from offload.optim.moves import MovableStates
-from offload.optim.param_block import OptimizerFactory, ParamBlock, ResidentParamBlock, UpdateJob
+from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.state_forms import check_stored, form_of
 from offload.optim.update import InBackward, StepDecision, Update
 from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes
+from offload.storage import DeviceTier, Tier
 from offload.storage.buffer import has_own_memory, on_own_storages
 from offload.streaming.grad_norm import attached_norm, norms_of, total_norm
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
 from offload.streaming.shard import Shard
-from offload.streaming.slices import Slice
+from offload.streaming.slices import Slice, layout
 from pipe.recompute.thread_state import restores_thread_state
 from pipe.threads import Threads
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.model import OffloadModel
@@ -49,7 +52,7 @@ def open_update_lane(device: torch.device) -> CopyLane:
     return ThreadCopyLane("update", device, threads_of_updates(device))
 
 
-class OffloadOptimizer(MovableStates):
+class OffloadOptimizer(Optimizer):
     """Any ``torch.optim`` class for an :class:`~offload.OffloadModel`; states are stored beside the shards.
 
     ``step()`` makes the updates pending and returns. Each shard is updated just before its next load, in the order of
@@ -101,6 +104,8 @@ class OffloadOptimizer(MovableStates):
     load the last checkpoint.
     """
 
+    #: Whether steps write parameters as homes store them.
+    updates_homes = True
     #: ``GradScaler`` passes the scale instead of multiplying all stored gradients.
     _step_supports_amp_scaling = True
 
@@ -142,16 +147,19 @@ class OffloadOptimizer(MovableStates):
         self.buffer_pool = IOBufferPool()
         kept = states_kept(optimizer_class, groups)
         self.stored = StoredStates.of(form_of(states), homes.shards, kept)
+        #: Bytes of weights that are updated at a time, where they are in files.
         self.update_block_bytes = update_block_bytes(homes.shards, homes.steps.spare_bytes(), self.stored)
         self.reserve_buffers()
         #: Reads weights into a slot while the update before still runs.
         self._filler = Threads(1, "offload-filler")
         self.factory = OptimizerFactory(optimizer_class, optimizer_kwargs, form_of(states))
-        self.param_blocks = {}
+        #: Of each shard, for the parameters of this optimizer.
+        self.param_blocks: dict[Shard, list[ParamBlock]] = {}
         resident = [*homes.outside, *(() if homes.resident is None else [s.parameter for s in homes.resident.own])]
         #: Parameters that stay on the compute device; those that are taken apart are frozen.
         self._resident = [p for p in resident if not is_taken_apart(p)]
-        self.resident_blocks = []
+        #: Of them.
+        self.resident_blocks: list[ParamBlock] = []
         #: Computes updates that run at once, on the stream of the caller: an interrupt cannot stop one half-way.
         self._thread_at_once = Threads(1, "offload-resident", operation_threads=threads_of_updates(model.device))
         self.in_backward = InBackward(self) if update_in_backward else None
@@ -176,7 +184,8 @@ class OffloadOptimizer(MovableStates):
             self.param_blocks.setdefault(shard, []).extend(self.make_param_blocks(shard, slices, index, tier))
         stored = {self.homes.public.stored(p) for p in members}
         if resident := [p for p in self._resident if p in stored]:
-            self.resident_blocks.append(ResidentParamBlock(resident, index, self.factory))
+            slices, _ = layout(StoredTensor("", p) for p in resident)
+            self.resident_blocks.append(HostParamBlock(Shard(-1, 0, []), slices, index, self.factory))
         if self._states_at_once:
             for param_block in self._all_param_blocks():
                 param_block.prepare(self.options())
@@ -462,28 +471,123 @@ class OffloadOptimizer(MovableStates):
         tasks = self._jobs(self.param_blocks[shard], options, coefficient, kept or {})
         if not tasks:
             return None
-        # The update may outlive the optimizer, and must not keep it from being collected.
-        owner = weakref.ref(self)
-
-        def finished(job: UpdateJob) -> None:
-            if (optimizer := owner()) is not None:
-                optimizer._finish_job(job)
-
+        in_slot = shard.blocking_io and shard.slot_keeps_weights and not has_own_memory(self.homes.device)
+        finished = weakref.WeakMethod(self._finish_job)
         return Update(
-            shard,
-            tasks,
-            self._lane,
-            self.homes.meter,
-            in_slot=shard.blocking_io and not has_own_memory(self.homes.device),
-            io_threads=self._filler,
-            buffer_pool=self.buffer_pool,
-            finished=finished,
+            shard, tasks, self._lane, self.homes.meter, self._filler, self.buffer_pool, finished, in_slot=in_slot
         )
 
     def _finish_job(self, job: UpdateJob) -> None:
         self.publish(job.param_block)
         if job.group_changes is not None:
             self._group_changes.publish(self.param_groups, job.param_block.group, job.group_changes, job.options)
+
+    # --- where states are stored --------------------------------------------------------------------------------------
+
+    def publish(self, param_block: ParamBlock) -> None:
+        """Shows the states of a param block in :attr:`state`."""
+        public = self.homes.public
+        for s, state in zip(param_block.slices, param_block.states(), strict=True):
+            if state:
+                self.state[public.of(s)] = public.show_state(s, state)
+
+    def load_states(self, param_block: ParamBlock, options: list[dict[str, Any]]) -> None:
+        """Takes the states of a param block from :attr:`state`, where they were loaded, and shows them there again."""
+        public = self.homes.public
+        shown = [(s, public.of(s)) for s in param_block.slices]
+        param_block.load_states([public.stored_state(s, self.state.get(p, {})) for s, p in shown], options)
+        for _, p in shown:
+            self.state.pop(p, None)
+        self.publish(param_block)
+
+    def make_param_blocks(self, shard: Shard, slices: Sequence[Slice], group: int, tier: Tier) -> list[ParamBlock]:
+        """New param blocks of parameters of one shard and one group, whose states are stored in ``tier``."""
+        if not tier.blocking_io:
+            device = tier.device if isinstance(tier, DeviceTier) else torch.device("cpu")
+            return [HostParamBlock(shard, slices, group, self.factory, device)] if slices else []
+        most = self.update_block_bytes
+        return [
+            DiskParamBlock(shard, part, group, self.factory, tier, self.buffer_pool, most)
+            for part in group_slices(slices, most)
+        ]
+
+    def reserve_buffers(self) -> None:
+        """Frees the buffers of updates in files if no shard needs them."""
+        if not any(shard.blocking_io for shard in self.homes.shards):
+            self.buffer_pool.free_memory()
+
+    def buffer_bytes(self, spare_bytes: float | None = None) -> int:
+        """Bytes of the buffers of updates in files; 0 for homes in memory.
+
+        Those that are reserved, or more if updates have needed more. An update whose gradient is still in memory needs
+        fewer, but which one it is depends on how fast the files are. ``spare_bytes``: those that would be reserved if
+        so many were left for them.
+        """
+        if not self.homes.tier.blocking_io:
+            return 0
+        if spare_bytes is not None:
+            return self.stored.buffer_bytes(update_block_bytes(self.homes.shards, spare_bytes, self.stored))
+        return max(self.buffer_pool.nbytes, self.stored.buffer_bytes(self.update_block_bytes))
+
+    def state_bytes(self, shard: Shard) -> int:
+        """Bytes of the states of a shard; 0 before its first update."""
+        return _nbytes(self._state_tensors(self.param_blocks.get(shard, ())))
+
+    def resident_state_bytes(self) -> int:
+        """Bytes of the states of parameters that stay on the compute device; 0 before their first update."""
+        return _nbytes(self._state_tensors(self.resident_blocks))
+
+    def states_in_use(self, shard: Shard) -> bool:
+        """Whether other code has views of the states of a shard, besides the tensors themselves."""
+        stored = 1 if shard.blocking_io else 0  # the block itself
+
+        own = [value for value in self._state_tensors(self.param_blocks.get(shard, ())) if not value.is_sparse]
+        ours = Counter(value.untyped_storage().data_ptr() for value in own)
+        tensors = [value for value in own if value.dim()]
+        return any(storage_uses(value) > ours[value.untyped_storage().data_ptr()] + stored for value in tensors)
+
+    @staticmethod
+    def _state_tensors(param_blocks: Iterable[ParamBlock]) -> Iterator[Tensor]:
+        for param_block in param_blocks:
+            for state in param_block.states():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def prepare_move(self, shard: Shard, tier: Tier) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
+        """Copies the states of a shard to ``tier``.
+
+        Returns the tensors that move, each with its new memory; and what ends the move after they got it (idempotent).
+        Between devices states are copied, as by ``load_state_dict()``: which of them are on which device is the class's
+        to decide.
+        """
+        crosses = isinstance(tier, DeviceTier) or isinstance(shard.tier, DeviceTier)
+        old, options = self.param_blocks.get(shard, []), self.options()
+        new: list[ParamBlock] = []
+        moved: list[tuple[Tensor, Tensor]] = []
+        if not (tier.blocking_io or crosses):
+            moved += [pair for block in old for pair in block.states_in_memory()]
+        for group in dict.fromkeys(block.group for block in old):
+            members = [block for block in old if block.group == group]
+            made = any(member.optimizer is not None for member in members)
+            states = {s: state for block in members for s, state in zip(block.slices, block.states(), strict=True)}
+            for block in self.make_param_blocks(shard, [s for s in shard.own if s in states], group, tier):
+                mine = [states[s] for s in block.slices]
+                if made and crosses:
+                    block.load_states(mine, options)
+                elif made:
+                    moved += block.adopt_states(mine, options)
+                new.append(block)
+
+        def commit() -> None:
+            if shard in self.param_blocks:
+                self.param_blocks[shard] = new
+            for block in new:
+                self.publish(block)
+
+        return moved, commit
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _check_model(model: Any, kind: Any) -> None:

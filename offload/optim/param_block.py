@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.forms.quantised import StoredTensor
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_buffers import Blocks, UpdateBlock, Write
 from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, step_encoded
@@ -27,7 +26,7 @@ from offload.storage import Block
 from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
 from offload.streaming.shard import Shard
-from offload.streaming.slices import Slice, layout
+from offload.streaming.slices import Slice
 from offload.streaming.stored_values import StoredValues
 from pipe.torch_private.tensors import multiply_all
 
@@ -37,7 +36,6 @@ __all__ = [
     "OptimizerFactory",
     "ParamBlock",
     "PartialUpdateError",
-    "ResidentParamBlock",
     "UpdateJob",
 ]
 
@@ -114,6 +112,7 @@ class UpdateJob:
     #: Bytes read from files, and written to them.
     bytes_read: int = 0
     bytes_written: int = 0
+    #: Whether it is computed; its last writes may still be running.
     done: bool = False
 
     def coefficient_on(self, device: torch.device) -> Tensor | None:
@@ -192,16 +191,14 @@ class ParamBlock(ABC):
         """The parameters themselves."""
         return [s.parameter for s in self.slices]
 
-    def at_rest(self, s: Slice) -> Tensor:
-        """The memory of a parameter between updates."""
-        return self.shard.memory_of(s)
-
     def _bind(self, *, decodes: bool = False) -> None:
         """Gives proxies the memory of their parameters; and to those that are stored in a form a copy, if it
         ``decodes``."""
         for s, proxy in zip(self.slices, self.proxies, strict=True):
-            if s.form is None:
-                proxy.data = self.at_rest(s)
+            if self.shard.home is None:
+                proxy.data = s.parameter.data  # it stays on the device; users may replace its memory
+            elif s.form is None:
+                proxy.data = self.shard.memory_of(s)
             elif decodes:
                 proxy.data = StoredValues(self.shard, s).in_full()
 
@@ -260,16 +257,19 @@ class ParamBlock(ABC):
 
     def _step(self, weights: Mapping[int, EncodedWeights]) -> None:
         """Updates the proxies that have a gradient; ``weights``: of those that are stored in a form, by position."""
-        assert self.optimizer is not None
+        optimizer = self.optimizer
+        assert optimizer is not None
         self._parts_done = 0
+
+        def step() -> None:
+            optimizer.step()
+            self._parts_done += 1
+
         if not weights and not any(self.proxies[k].grad is not None for k in self.encoded):
-            self.optimizer.step()
+            optimizer.step()
             return
         elementwise, form = self.factory.kind in ELEMENTWISE, self.factory.form
-        for _ in step_encoded(
-            self.optimizer, self.proxies, self.encoded, form, elementwise=elementwise, weights=weights
-        ):
-            self._parts_done += 1
+        step_encoded(step, optimizer.state, self.proxies, self.encoded, form, elementwise=elementwise, weights=weights)
 
     def check_dense(self, gradients: Sequence[Tensor | None]) -> None:
         """Raises TypeError for a sparse gradient of a parameter whose states are encoded, or that has a form itself."""
@@ -408,15 +408,3 @@ class HostParamBlock(ParamBlock):
             for k, s in enumerate(self.slices)
             if s.form is not None and job.gradients[k] is not None
         }
-
-
-class ResidentParamBlock(HostParamBlock):
-    """Parameters that stay on the compute device; users may replace their memory between updates."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], group: int, factory: OptimizerFactory) -> None:
-        slices, _ = layout(StoredTensor("", p) for p in parameters)
-        super().__init__(Shard(-1, 0, []), slices, group, factory)
-
-    def at_rest(self, s: Slice) -> Tensor:
-        """See :meth:`ParamBlock.at_rest`."""
-        return s.parameter.data

@@ -19,15 +19,13 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from offload.forms.weight_forms import WeightForm, pieces
 from offload.optim import dynamic_map
@@ -66,15 +64,20 @@ def _scales_of(count: int) -> int:
     return -(-count // BLOCK)
 
 
-class StateForm(ABC):
-    """How states are stored. The states of a parameter are a dict by name, as in ``optimizer.state[parameter]``."""
+@dataclass(frozen=True)
+class StateForm:
+    """How states are stored: in one tensor each, of a type of its own.
 
-    #: Its name on a command line.
+    The states of a parameter are a dict by name, as in ``optimizer.state[parameter]``.
+    """
+
     name: str
     #: Bytes of a stored state for each element of its parameter.
     element_bytes: float
+    #: Of the stored tensor; None: that of the parameter, and pieces are views of it.
+    dtype: torch.dtype | None = None
     #: Elements that are stored together: which ones these are depends on where a state begins.
-    together = 1
+    together: int = 1
 
     def encodes(self, parameter: Tensor) -> bool:
         """Whether states of a parameter are stored in this form."""
@@ -85,13 +88,13 @@ class StateForm(ABC):
         """Bytes of a stored state for each byte of a parameter of this type."""
         return min(1.0, self.element_bytes / dtype.itemsize)
 
-    @abstractmethod
     def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
         """Memory of the stored state of a parameter, or of a part of it."""
+        return {key: torch.empty_like(like, dtype=self.dtype, device="cpu")}
 
-    @abstractmethod
     def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
         """The names of the states of a parameter that are stored in this form."""
+        return [key for key, value in state.items() if is_full(value, parameter, self.dtype)]
 
     def names(self, key: str) -> list[str]:
         """The names of the tensors that store a state."""
@@ -99,17 +102,21 @@ class StateForm(ABC):
 
     def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype) -> Tensor:
         """The elements ``part``, flat; valid until the thread decodes a state of this name again."""
+        if self.dtype is None:
+            return in_order(state[key])[part]
         values = thread_memory(("state", key), part.stop - part.start, dtype)
         self.read(key, state, part, values)
         return values
 
-    @abstractmethod
-    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        """Encodes values (flat) into the elements ``part``, which begins at a multiple of 256."""
-
-    @abstractmethod
     def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
         """Decodes the elements ``part`` into values (flat)."""
+        values.copy_(in_order(state[key])[part])
+
+    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        """Encodes values (flat) into the elements ``part``, which begins at a multiple of 256."""
+        place = in_order(state[key])[part]
+        if place.data_ptr() != values.data_ptr():
+            place.copy_(values)
 
     def encode(self, state: dict[str, Any], parameter: Tensor, stored: Mapping[str, Tensor] = _NO_TENSORS) -> None:
         """Replaces the states in full of a parameter that this form encodes, in the tensors that are ``stored``."""
@@ -123,44 +130,8 @@ class StateForm(ABC):
         state.update(known)
 
 
-class _OneTensor(StateForm):
-    """States in one tensor, as torch makes them."""
-
-    name, element_bytes = "full", math.inf
-    #: Of the tensor; None: the parameter's own.
-    dtype: torch.dtype | None = None
-
-    def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
-        return {key: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)}
-
-    def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
-        return [key for key, value in state.items() if is_full(value, parameter, self.dtype)]
-
-    def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        values.copy_(in_order(state[key])[part])
-
-    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        place = in_order(state[key])[part]
-        if place.data_ptr() != values.data_ptr():
-            place.copy_(values)
-
-
-class _Bfloat16(_OneTensor):
-    """States rounded to the nearest bfloat16."""
-
-    name, element_bytes, dtype = "bfloat16", 2, torch.bfloat16
-
-    def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
-        return {key: torch.empty(like.shape, dtype=self.dtype)}
-
-    def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
-        return [] if parameter.dtype == self.dtype else super().keys(state, parameter)  # those in full have this type
-
-
 class _EightBits(StateForm):
     """States in 8 bits with scales: see :mod:`offload.optim.dynamic_map`."""
-
-    name, element_bytes, together = "8bit", 1 + 4 / BLOCK, BLOCK
 
     def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
         codes, scales = torch.empty(like.shape, dtype=torch.uint8), torch.empty(_scales_of(like.numel()))
@@ -183,17 +154,13 @@ class _EightBits(StateForm):
         return codes.view(-1)[part], scales[part.start // BLOCK : _scales_of(part.stop)]
 
 
-class _Full(_OneTensor):
-    """States in full, of which pieces are views."""
-
-    def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype) -> Tensor:
-        return in_order(state[key])[part]
-
-
 #: States of parameters that are updated in pieces, and not encoded.
-FULL = _Full()
+FULL = StateForm("full", math.inf)
 
-_FORMS: dict[Any, StateForm] = {"8bit": _EightBits(), torch.bfloat16: _Bfloat16()}
+_FORMS: dict[Any, StateForm] = {
+    "8bit": _EightBits("8bit", 1 + 4 / BLOCK, torch.uint8, BLOCK),
+    torch.bfloat16: StateForm("bfloat16", 2, torch.bfloat16),
+}
 
 
 def form_of(states: Any) -> StateForm | None:
@@ -252,7 +219,7 @@ def _described(value: Any) -> str:
     return f"{value.dtype} in shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-# --- Runs ``optimizer.step()`` where states or weights are encoded: decoded before, and encoded again afterwards -----
+# --- Calls an optimizer where states or weights are encoded: decoded before, and encoded again afterwards -----
 #
 # Only 131,072 elements at a time are decoded, where the class is known to update each element by itself. So states in
 # full take no memory that counts, and they are still in the processor's cache when the update reads them.
@@ -297,53 +264,50 @@ class EncodedWeights:
 
 
 def step_encoded(
-    optimizer: Optimizer,
+    step: Callable[[], None],
+    states: dict[Tensor, Any],
     proxies: Sequence[Tensor],
     encoded: Collection[int],
     form: StateForm | None,
     *,
     elementwise: bool,
     weights: Mapping[int, EncodedWeights],
-) -> Iterator[None]:
-    """Updates ``proxies`` (dense, contiguous where ``encoded``) that have a gradient, and yields after each part.
+) -> None:
+    """Updates ``proxies`` (dense, contiguous where ``encoded``) that have a gradient, in one or more calls of ``step``.
 
-    ``encoded``: positions of those with states in ``form``; before their first update they have none. Their
-    ``optimizer.state`` has the same tensors afterwards, and new ones for new states. ``weights``: the values of those
-    that are stored in a form, by position; the proxy itself has only their type and shape. After an exception states
-    and weights are the tensors from before, though after the first part some of their elements may be new.
+    ``encoded``: positions of those with states in ``form``; before their first update they have none. Their ``states``
+    have the same tensors afterwards, and new ones for new states. ``weights``: the values of those that are stored in a
+    form, by position; the proxy itself has only their type and shape. After an exception states and weights are the
+    tensors from before, though after the first call some of their elements may be new.
     """
     chosen = [k for k, p in enumerate(proxies) if (k in encoded or k in weights) and p.grad is not None]
     if not elementwise:
-        yield from _step_whole(optimizer, proxies, [k for k in chosen if k in encoded], form, weights)
+        _step_whole(step, states, proxies, [k for k in chosen if k in encoded], form, weights)
         return
-    gradients = [p.grad for p in proxies]
-    try:
-        for k in chosen:
-            proxies[k].grad = None
-        others = [p for p in proxies if p.grad is not None]
-        if others:
-            optimizer.step()
-            yield
-        for p in others:
-            p.grad = None  # they are updated, once
-        for k in chosen:
-            gradient, used = gradients[k], form if k in encoded else FULL
-            assert gradient is not None
-            assert used is not None
-            yield from _step_in_pieces(optimizer, proxies[k], gradient, used, weights.get(k))
-    finally:
-        for p, gradient in zip(proxies, gradients, strict=True):
-            p.grad = gradient
+    gradients = {k: proxies[k].grad for k in chosen}
+    for k in chosen:
+        proxies[k].grad = None
+    others = [p for p in proxies if p.grad is not None]
+    if others:
+        step()
+    for p in others:
+        p.grad = None  # they are updated, once
+    for k, gradient in gradients.items():
+        used = form if k in encoded else FULL
+        assert gradient is not None
+        assert used is not None
+        _step_in_pieces(step, states, proxies[k], gradient, used, weights.get(k))
 
 
 def _step_in_pieces(
-    optimizer: Optimizer,
+    step: Callable[[], None],
+    states: dict[Tensor, Any],
     proxy: Tensor,
     gradient: Tensor,
     form: StateForm,
     stored_weights: EncodedWeights | None,
-) -> Iterator[None]:
-    whole, before = proxy.data, optimizer.state[proxy]
+) -> None:
+    whole, before = proxy.data, states[proxy]
     like = whole if stored_weights is None else stored_weights.like
     others, stored = _split(before, whole, form)
     keys = form.keys(stored, whole)
@@ -355,11 +319,10 @@ def _step_in_pieces(
         for part in pieces(whole.numel()):
             proxy.data = in_order(whole)[part] if stored_weights is None else stored_weights.read(part)
             proxy.grad = flat[part]
-            state = optimizer.state[proxy] = copied(others)
+            state = states[proxy] = copied(others)
             for key in keys:
                 state[key] = form.decoded(key, stored, part, whole.dtype)
-            optimizer.step()
-            yield
+            step()
             for key in [key for key, value in state.items() if is_full(value, proxy)]:
                 if form.names(key)[0] not in stored:
                     stored.update(form.allocate(key, like))
@@ -370,7 +333,7 @@ def _step_in_pieces(
     finally:
         proxy.grad = None
         proxy.data = whole
-        optimizer.state[proxy] = after
+        states[proxy] = after
 
 
 def _laid_out(dense: Tensor, like: Tensor) -> Tensor:
@@ -381,41 +344,35 @@ def _laid_out(dense: Tensor, like: Tensor) -> Tensor:
 
 
 def _step_whole(
-    optimizer: Optimizer,
+    step: Callable[[], None],
+    states: dict[Tensor, Any],
     proxies: Sequence[Tensor],
     encoded: Sequence[int],
     form: StateForm | None,
     weights: Mapping[int, EncodedWeights],
-) -> Iterator[None]:
-    chosen = [proxies[k] for k in encoded]
-    before = [optimizer.state[p] for p in chosen]
-    split = [_split(state, p, form) for p, state in zip(chosen, before, strict=True)]
-    stand_ins = {k: proxies[k].data for k in weights}
+) -> None:
+    for k, stored_weights in weights.items():
+        values = torch.empty_strided(stored_weights.like.shape, stored_weights.like.stride())
+        for part in pieces(values.numel()):
+            in_order(values)[part] = stored_weights.read(part)
+        gradient, proxies[k].grad = proxies[k].grad, None
+        proxies[k].data, proxies[k].grad = values, gradient
+    before = {proxies[k]: states[proxies[k]] for k in encoded}
+    split = {p: _split(state, p, form) for p, state in before.items()}
     try:
-        for k, stored_weights in weights.items():
-            values = torch.empty_strided(stored_weights.like.shape, stored_weights.like.stride())
-            for part in pieces(values.numel()):
-                in_order(values)[part] = stored_weights.read(part)
-            gradient, proxies[k].grad = proxies[k].grad, None
-            proxies[k].data, proxies[k].grad = values, gradient
-        for p, (others, stored) in zip(chosen, split, strict=True):
-            optimizer.state[p] = in_full({**copied(others), **stored}, p)
-        optimizer.step()
-        yield
-        for p, (_, stored) in zip(chosen, split, strict=True):
+        for p, (others, stored) in split.items():
+            states[p] = in_full({**copied(others), **stored}, p)
+        step()
+        for p, (_, stored) in split.items():
             assert form is not None
-            form.encode(optimizer.state[p], p, stored)
-        for k, stored_weights in weights.items():
-            values = in_order(proxies[k].data)
-            for part in pieces(values.numel()):
-                stored_weights.write(part, values[part])
+            form.encode(states[p], p, stored)
     except BaseException:
-        for p, state in zip(chosen, before, strict=True):
-            optimizer.state[p] = state
+        states.update(before)
         raise
-    finally:
-        for k, data in stand_ins.items():
-            proxies[k].data = data
+    for k, stored_weights in weights.items():
+        values = in_order(proxies[k].data)
+        for part in pieces(values.numel()):
+            stored_weights.write(part, values[part])
 
 
 def _split(

@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,42 +42,32 @@ if TYPE_CHECKING:
 __all__ = ["InBackward", "StepDecision", "Update", "mark", "note_update"]
 
 
+@dataclass(eq=False)
 class Update:
     """The pending update of one shard. Started by the thread that runs the model, executed on the update lane."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        tasks: Sequence[UpdateJob],
-        lane: CopyLane,
-        meter: Meter,
-        *,
-        in_slot: bool,
-        io_threads: Threads,
-        buffer_pool: IOBufferPool,
-        finished: Callable[[UpdateJob], None],
-    ) -> None:
-        self._shard = shard
-        #: Its letter in the plan: U before a load, V in backward.
-        self.letter = "U"
-        #: The jobs that are not done.
-        self.tasks = list(tasks)
-        self._lane = lane
-        self._meter = meter
-        #: Whether parameters may be updated in the slot of the next load, which saves a second read.
-        self._in_slot = in_slot and shard.slot_keeps_weights
-        self._io_threads = io_threads
-        self._buffer_pool = buffer_pool
-        self._finished = finished
-        self._arrival: Arrival | None = None
-        #: Whether an exception was raised between the begin and the end of a start.
-        self._starting = False
-        self._failed = False
-        #: Whether all of it is applied.
-        self.done = False
-        self._filled: Tensor | None = None
-        #: The expected next update: it is prefetched while this one ends.
-        self.following: Update | None = None
+    shard: Shard
+    #: The jobs that are not done.
+    tasks: list[UpdateJob]
+    lane: CopyLane
+    meter: Meter
+    io_threads: Threads
+    buffer_pool: IOBufferPool
+    #: A weak method, since an update may outlive its optimizer; called with each job that is done.
+    finished: weakref.WeakMethod[Callable[[UpdateJob], None]]
+    #: Whether parameters may be updated in the slot of the next load, which saves a second read.
+    in_slot: bool
+    #: Its letter in the plan: U before a load, V in backward.
+    letter: str = "U"
+    #: Whether all of it is applied.
+    done: bool = False
+    #: The expected next update: it is prefetched while this one ends.
+    following: Update | None = None
+    _arrival: Arrival | None = None
+    #: Whether an exception was raised between the begin and the end of a start.
+    _starting: bool = False
+    _failed: bool = False
+    _filled: Tensor | None = None
 
     def start(self, slot: Tensor | None = None, after: Sequence[Arrival] = (), *, holds: bool = False) -> Arrival:
         """Starts the update, unless it is running or done.
@@ -89,10 +79,10 @@ class Update:
                 self.wait_idle()
             self._starting = True
             self._arrival, self._failed = None, False
-            slot = slot if self._in_slot else None
+            slot = slot if self.in_slot else None
             filling = None if holds else self._begin_to_fill(slot)
-            self._arrival = self._lane.submit(
-                f"{self.letter}{self._shard.index}", partial(self._run, slot, filling), after
+            self._arrival = self.lane.submit(
+                f"{self.letter}{self.shard.index}", partial(self._run, slot, filling), after
             )
             self._starting = False
         return self._arrival
@@ -100,22 +90,22 @@ class Update:
     def wait_idle(self) -> None:
         """Waits until no part of it is running, successful or not; also after an interrupted start."""
         # Update lane -> host. Without this, an update whose start was interrupted runs twice at the same time.
-        self._lane.wait_idle()
+        self.lane.wait_idle()
         # Reader -> host. Without this, weights are read into a slot that another shard uses.
-        self._io_threads.wait_idle()
+        self.io_threads.wait_idle()
 
     def _begin_to_fill(self, slot: Tensor | None) -> Future[None] | None:
         """Begins to read the weights to be updated; the update before this one may still run."""
-        home = self._shard.home
+        home = self.shard.home
         if slot is None or home is None:
             return None
 
         def fill() -> None:
-            with self._meter.on_lane("load", f"L{self._shard.index}", home.nbytes):
-                self._shard.fill_own(slot)
+            with self.meter.on_lane("load", f"L{self.shard.index}", home.nbytes):
+                self.shard.fill_own(slot)
 
         # The writes that failed in an earlier attempt have to be repeated first.
-        return Future(fill) if any(job.unwritten for job in self.tasks) else self._io_threads.offer(fill)
+        return Future(fill) if any(job.unwritten for job in self.tasks) else self.io_threads.offer(fill)
 
     def filled(self, slot: Tensor) -> bool:
         """Whether the update left the shard's new values in ``slot``."""
@@ -123,58 +113,48 @@ class Update:
 
     def _run(self, slot: Tensor | None, filling: Future[None] | None) -> None:
         try:
-            self._prepare(slot, filling)
+            self.flush()
+            if slot is not None:
+                self.buffer_pool.prefetch(self._upcoming(0))
+            if filling is not None:
+                # Reader -> update lane. Without this, weights are updated while they are being read.
+                filling.run_or_wait()
             nbytes = sum(job.nbytes for job in self.tasks if not job.done)
-            kind = None if self._shard.blocking_io else UPDATE_IN_MEMORY
-            with self._meter.on_lane("update", f"{self.letter}{self._shard.index}", nbytes, kind=kind):
-                self._run_tasks(slot)
+            kind = None if self.shard.blocking_io else UPDATE_IN_MEMORY
+            with self.meter.on_lane("update", f"{self.letter}{self.shard.index}", nbytes, kind=kind):
+                for k, job in enumerate(self.tasks):
+                    if not job.done:
+                        job.param_block.run(job, slot, partial(self._upcoming, k + 1))
+                        self._finish_job(job)
+                self.flush()
         except BaseException:
             self._failed = True
             with contextlib.suppress(Exception):  # each write knows whether it is missing
                 # Writer -> update lane. Without this, files are written from a slot that another shard uses.
-                self._buffer_pool.wait_idle()
+                self.buffer_pool.wait_idle()
             raise
         self._filled = slot
         if not self.done:
-            self._meter.shard_updates += 1
-            self._meter.update_bytes_read += sum(job.bytes_read for job in self.tasks)
-            self._meter.update_bytes_written += sum(job.bytes_written for job in self.tasks)
+            self.meter.shard_updates += 1
+            self.meter.update_bytes_read += sum(job.bytes_read for job in self.tasks)
+            self.meter.update_bytes_written += sum(job.bytes_written for job in self.tasks)
         self.done = True
         self.tasks.clear()
-        self._shard.pending = None
-
-    def _prepare(self, slot: Tensor | None, filling: Future[None] | None) -> None:
-        """Repeats failed writes, begins to prefetch, and waits for the weights in the slot."""
-        self.flush()
-        if slot is not None:
-            self._buffer_pool.prefetch(self._upcoming(0))
-        if filling is not None:
-            # Reader -> update lane. Without this, weights are updated while they are being read.
-            filling.run_or_wait()
-
-    def _run_tasks(self, slot: Tensor | None) -> None:
-        computed: deque[UpdateJob] = deque()
-        for k, job in enumerate(self.tasks):
-            if not job.done:
-                job.param_block.run(job, slot, partial(self._upcoming, k + 1))
-                computed.append(job)
-            while computed and not computed[0].unwritten:
-                self._finish_job(computed.popleft())
-        self.flush()
-        for job in computed:
-            self._finish_job(job)
+        self.shard.pending = None
 
     def flush(self) -> None:
         """Returns when everything computed is in its file; failed writes are repeated."""
         # Writer -> update lane. Without this, the update is done before its bytes are in their files.
-        self._buffer_pool.wait_idle()
+        self.buffer_pool.wait_idle()
         for write in [write for job in self.tasks for write in job.unwritten]:
             write.run()
 
     def _finish_job(self, job: UpdateJob) -> None:
+        """Called when a job is computed; its last writes may still be running."""
         job.done = True
         job.gradients = []  # frees their memory
-        self._finished(job)
+        if (finished := self.finished()) is not None:
+            finished(job)
 
     def _upcoming(self, first: int) -> Blocks:
         """What the unfinished jobs of this update from ``first`` on read, then those of the updates that follow."""
@@ -230,34 +210,23 @@ class Stepping(ModelOptimizer, Protocol):
         """The update of a shard; None if it has no gradient."""
 
 
+@dataclass(eq=False)
 class StepDecision:
-    """One step of an optimizer.
+    """One step of an optimizer."""
 
-    Args:
-        optimizer: whose step it is.
-        updates: of the shards that have a gradient, in the order of loads.
-        at_once: the updates of parameters that are on the compute device.
-        thread: runs these.
-        finished: called with each of them that is done.
-        options: the hyperparameters of all groups.
-    """
+    optimizer: Stepping
+    #: Those of the shards that have a gradient, in the order of loads.
+    updates: Sequence[tuple[Shard, Update]]
+    #: The updates of parameters that are on the compute device, and the thread that runs them.
+    at_once: Sequence[UpdateJob]
+    thread: Threads
+    #: Called with each of these that is done.
+    finished: Callable[[UpdateJob], None]
+    #: The hyperparameters of all groups.
+    options: list[dict[str, Any]]
 
-    def __init__(
-        self,
-        optimizer: Stepping,
-        updates: Sequence[tuple[Shard, Update]],
-        at_once: Sequence[UpdateJob],
-        thread: Threads,
-        finished: Callable[[UpdateJob], None],
-        options: list[dict[str, Any]],
-    ) -> None:
-        self._optimizer = optimizer
-        self._updates = updates
-        self._at_once = at_once
-        self._thread = thread
-        self._finished = finished
-        self._number = optimizer.steps + 1
-        self.options = options
+    def __post_init__(self) -> None:
+        self._number = self.optimizer.steps + 1
         self._backwards = self._backwards_now
         #: Those of all parameters when the step raised; weakly, since zero_grad() frees them.
         self._gradients: list[tuple[Any, Callable[[], Tensor | None]]] = []
@@ -265,11 +234,11 @@ class StepDecision:
     @property
     def begun(self) -> bool:
         """Whether anything is applied yet."""
-        return any(job.done or job.scaled or job.param_block.stopped for job in self._at_once)
+        return any(job.done or job.scaled or job.param_block.stopped for job in self.at_once)
 
     def run_at_once(self) -> None:
         """Runs the updates on the device that are not done. After an interrupt the thread may still run one."""
-        left = [job for job in self._at_once if not job.done]
+        left = [job for job in self.at_once if not job.done]
         if not left:
             return
         device = left[0].param_block.proxies[0].device
@@ -281,10 +250,10 @@ class StepDecision:
                     job.param_block.run(job, None)
                     note_update(job)  # a backward that saved the old values notices the new ones
                     job.done = True
-                    self._finished(job)
+                    self.finished(job)
 
         try:
-            future = self._thread.submit(work)
+            future = self.thread.submit(work)
         except RuntimeError:  # in a forked process, or at exit, there is no thread
             work()
             return
@@ -293,22 +262,22 @@ class StepDecision:
     def decide(self) -> None:
         """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
         self.run_at_once()
-        for shard, update in self._updates:
+        for shard, update in self.updates:
             if shard.pending is not update and not update.done:
                 mark(shard, update)
         # The next forward loads the shards in their order.
-        for (_, update), (_, following) in itertools.pairwise(self._updates):
+        for (_, update), (_, following) in itertools.pairwise(self.updates):
             update.following = following
-        self._optimizer.count_step(self._number)
+        self.optimizer.count_step(self._number)
 
     @property
     def _backwards_now(self) -> int:
         """How many backwards have added to gradients, or have begun to."""
-        return self._optimizer.homes.streamer.gradient_offload.optimizers.backwards
+        return self.optimizer.homes.streamer.gradient_offload.optimizers.backwards
 
     def note_gradients(self) -> None:
         """Called when the step has raised."""
-        members = (p for group in self._optimizer.param_groups for p in group["params"])
+        members = (p for group in self.optimizer.param_groups for p in group["params"])
         self._gradients = [(p, weakref.ref(p.grad)) for p in members if p.grad is not None]
 
     def repeats(self) -> bool:
@@ -320,7 +289,7 @@ class StepDecision:
 
     def start(self) -> None:
         """Starts the updates that need not wait for a load: homes in host memory are updated in place."""
-        for shard, update in self._updates:
+        for shard, update in self.updates:
             if not (shard.blocking_io or update.done):
                 update.start()
 

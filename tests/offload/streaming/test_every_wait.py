@@ -64,10 +64,10 @@ NEEDS: dict[Scenario, list[str]] = {
         "optim.io_buffers IOBufferPool.prepare: self._current.wait()",
     ],
     files.an_update_has_arrived_when_it_is_done: [
-        "optim.update Update.flush: self._buffer_pool.wait_idle()",
+        "optim.update Update.flush: self.buffer_pool.wait_idle()",
     ],
     files.an_update_that_failed_goes_on_nowhere: [
-        "optim.update Update._run: self._buffer_pool.wait_idle()",
+        "optim.update Update._run: self.buffer_pool.wait_idle()",
     ],
     files.one_thread_at_a_time_writes_a_trace: [
         "telemetry.trace Tracer.span: with self._lock",
@@ -77,7 +77,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "storage.page_cache PageCache.direct: with self._lock",
     ],
     files.weights_are_there_when_they_are_updated: [
-        "optim.update Update._prepare: filling.run_or_wait()",
+        "optim.update Update._run: filling.run_or_wait()",
     ],
     files.what_fails_to_be_written_goes_on_nowhere: [
         "optim.io_buffers IOBuffer.collect: job.run_or_wait()",
@@ -185,8 +185,8 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.streamer Streamer.reset: pending.wait_idle()",
     ],
     training.an_update_whose_start_was_interrupted_runs_once: [
-        "optim.update Update.wait_idle: self._lane.wait_idle()",
-        "optim.update Update.wait_idle: self._io_threads.wait_idle()",
+        "optim.update Update.wait_idle: self.lane.wait_idle()",
+        "optim.update Update.wait_idle: self.io_threads.wait_idle()",
         "optim.update Update.start: self.wait_idle()",
     ],
     training.gradients_do_not_pile_up: [
@@ -216,7 +216,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "self._updater.complete(shard, kept, slot, after=[arrival for arrival, _, _ in self._drains])",
         "optim.update InBackward.complete: update.start(slot, after=after, holds=True)",
         "optim.update Update.start: "
-        "self._lane.submit(f'{self.letter}{self._shard.index}', partial(self._run, slot, filling), after)",
+        "self.lane.submit(f'{self.letter}{self.shard.index}', partial(self._run, slot, filling), after)",
     ],
 }
 TABLE = {wait: scenario for scenario, waits in NEEDS.items() for wait in waits}
