@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from offload.optim.dynamic_map import BLOCK
 from offload.optim.io_buffers import Blocks, IOBuffer, IOBufferPool, Read, UpdateBlock, Write
@@ -122,7 +121,6 @@ class DiskParamBlock(ParamBlock):
         previous, self._places = self._places, [{} for _ in self.slices]
         try:
             super().load_states(states, options)
-            self._store_all_states()
         except BaseException:
             self._places = previous
             raise
@@ -132,7 +130,7 @@ class DiskParamBlock(ParamBlock):
     ) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`ParamBlock.adopt_states`; the states are written to files."""
         super().adopt_states(states, options)
-        self._store_all_states()
+        self._store_states()
         files = zip(states, self.states(), strict=True)
         return [(value, there[key]) for here, there in files for key, value in here.items() if is_stored(value)]
 
@@ -149,14 +147,6 @@ class DiskParamBlock(ParamBlock):
     @staticmethod
     def _copied(value: Any) -> Any:
         return value if is_stored(value) else ParamBlock._copied(value)
-
-    def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
-        """The optimizer, with these hyperparameters. States that its construction makes are written to files."""
-        new = self.optimizer is None
-        optimizer = super().prepare(options, sparse=sparse)
-        if new:
-            self._store_all_states()
-        return optimizer
 
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
         """Updates block by block, from where an earlier attempt failed, and begins to read the jobs in ``upcoming``."""
@@ -403,8 +393,9 @@ class DiskParamBlock(ParamBlock):
             return torch.empty_strided(s.parameter.shape, s.stride, dtype=part.dtype, device="meta")
         return torch.empty(-(-s.parameter.numel() // per), dtype=part.dtype, device="meta")
 
-    def _store_all_states(self) -> None:
+    def _store_states(self) -> None:
         """Writes all states to files, in one block."""
+        super()._store_states()
         for write in self._state_writes(range(len(self.slices)), UpdateBlock()):
             write.run()
         for k, state in enumerate(self.states()):

@@ -218,7 +218,7 @@ class ParamBlock(ABC):
                 self.optimizer = self.factory.kind([{**chosen, "params": self.proxies}], **self.factory.arguments)
             finally:
                 self._unbind()
-            self._encode_states()
+            self._store_states()
         # Copies, since param blocks share a group, and a class may write into its values.
         self.optimizer.param_groups[0].update(copied_options(chosen))
         self._chosen = chosen
@@ -248,8 +248,8 @@ class ParamBlock(ABC):
         values = [value for state in self.states() for value in state.values()]
         return [*self.proxies, *(value for value in values if isinstance(value, Tensor))]
 
-    def _encode_states(self) -> None:
-        """Encodes states that were made or loaded in full."""
+    def _store_states(self) -> None:
+        """Stores states that were made or loaded in full as they are between updates."""
         for k in self.encoded:
             assert self.optimizer is not None
             assert self.factory.form is not None
@@ -320,7 +320,7 @@ class ParamBlock(ABC):
             optimizer.load_state_dict(saved)
             for k, stored in kept.items():
                 optimizer.state[self.proxies[k]].update(stored)
-            self._encode_states()
+            self._store_states()
         except BaseException:
             self.optimizer = previous
             raise
@@ -329,7 +329,7 @@ class ParamBlock(ABC):
         self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]
     ) -> list[tuple[Tensor, Tensor]]:
         """Takes over states of other param blocks, the same tensors. Returns those that move, with their new memory."""
-        optimizer = ParamBlock.prepare(self, options)
+        optimizer = self.prepare(options)
         for proxy, state in zip(self.proxies, states, strict=True):
             optimizer.state.pop(proxy, None)  # some classes make states when they are constructed
             if state:
