@@ -1,11 +1,10 @@
-"""Parameter groups: as ``torch.optim`` takes them, or by patterns of the parameters' names."""
+"""Parameter groups as ``torch.optim`` takes them, and what a class does with them."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,67 +17,36 @@ __all__ = [
     "check_closures",
     "check_sparse",
     "copied_options",
+    "groups_of",
     "options_of",
     "placeholder",
-    "resolve_groups",
     "same_option",
 ]
 
 
-def resolve_groups(named: Mapping[str, nn.Parameter], params: Any) -> list[dict[str, Any]]:
-    """Groups as ``torch.optim`` takes them; patterns are replaced by the parameters of ``named`` that they match.
+def groups_of(params: Any, ours: Collection[nn.Parameter]) -> list[dict[str, Any]]:
+    """Groups as ``torch.optim`` takes them: parameters, ``(name, parameter)`` pairs, or dicts of these and options.
 
-    ``params`` is None for all of them; or an iterable of parameters, ``(name, parameter)`` pairs or groups, of which
-    ``"params"`` may also be a shell pattern or a list of them, such as ``"*.bias"``. A parameter belongs to the first
-    group that names it. Raises TypeError for anything else, ValueError if a pattern matches no parameter that an
-    earlier group has left, or a parameter is not the model's.
+    Raises TypeError for anything else; ValueError for none, or for a parameter that is not one of ``ours``.
     """
-    if params is None:
-        return [{"params": list(named.values())}]
     if isinstance(params, (str, Tensor, Mapping)):
         raise TypeError(f"expected an iterable of parameters or groups, got {type(params).__name__} (params)")
     given = list(params)
     if not given:
         raise ValueError("expected at least one parameter or group, got an empty params")
-    if not isinstance(given[0], dict):
-        given = [{"params": given}]
-    ours = set(named.values())
-    taken = {p for group in given for p in _tensors(group.get("params", ()))}
-    groups, strangers = [], 0
-    for group in given:
+    groups = []
+    for group in given if isinstance(given[0], dict) else [{"params": given}]:
         if "params" not in group:
             raise ValueError(f"expected a group with the key 'params', got the keys {sorted(group)}")
-        patterns = _patterns(group["params"])
-        if patterns:
-            matched = [p for name, p in named.items() if p not in taken and any(fnmatchcase(name, x) for x in patterns)]
-            if not matched:
-                raise ValueError(f"no parameter is left that matches params={group['params']!r}")
-            taken.update(matched)
-            groups.append({**group, "params": matched})
-        else:
-            members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-            strangers += sum(p not in ours for p in _tensors(members))
-            groups.append({**group, "params": members})
-    if strangers:
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        groups.append({**group, "params": members})
+    found = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
+    if strangers := sum(isinstance(each, Tensor) and each not in ours for each in found):
         raise ValueError(
             f"expected parameters of the model, got {strangers} that are not among them; give those to an optimizer "
             f"of their own"
         )
     return groups
-
-
-def _patterns(params: Any) -> list[str]:
-    if isinstance(params, str):
-        return [params]
-    if isinstance(params, (list, tuple)) and params and all(isinstance(x, str) for x in params):
-        return list(params)
-    return []
-
-
-def _tensors(params: Any) -> Iterable[Any]:
-    if isinstance(params, Tensor):
-        return [params]
-    return [] if _patterns(params) else [x[1] if isinstance(x, tuple) else x for x in params]
 
 
 def placeholder(param: Any) -> Any:

@@ -21,9 +21,9 @@ from offload.optim.groups import (
     check_choices,
     check_closures,
     check_sparse,
+    groups_of,
     options_of,
     placeholder,
-    resolve_groups,
 )
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
@@ -68,8 +68,7 @@ class OffloadOptimizer(Optimizer):
         model: whose parameters are trained.
         optimizer_class: a class of ``torch.optim``, or one that updates each parameter by itself as these do.
         params: None for all parameters; or parameters, ``(name, parameter)`` pairs or groups as ``torch.optim`` takes
-            them. The ``"params"`` of a group may be a pattern of names such as ``"*.bias"``, or a list of patterns; a
-            parameter belongs to the first group that names it.
+            them.
         max_norm: clip gradients to this global 2-norm, with the coefficient of ``torch.nn.utils.clip_grad_norm_``. The
             norm is summed while gradients are offloaded; a write to a gradient through ``.data`` is not noticed.
         update_in_backward: update a shard as soon as its gradients are complete, in backward; they are never stored.
@@ -86,9 +85,9 @@ class OffloadOptimizer(Optimizer):
     Raises:
         TypeError: if ``model`` or ``optimizer_class`` is of another type; or the class needs a closure, or with
             ``states`` does not update each element by itself.
-        ValueError: if hyperparameters are refused by the class, patterns match nothing, or ``max_norm`` is combined
-            with ``update_in_backward`` (the norm is known only after the last gradient), or ``states="8bit"`` with a
-            mesh; or if the model's ``memory`` is too small for the buffers of updates on disk.
+        ValueError: if hyperparameters are refused by the class, parameters are not the model's, or ``max_norm`` is
+            combined with ``update_in_backward`` (the norm is known only after the last gradient), or ``states="8bit"``
+            with a mesh; or if the model's ``memory`` is too small for the buffers of updates on disk.
 
     On disk a step of Adam with two slots transfers, for each float32 parameter: 8 bytes of weights read, by the load of
     each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights written.
@@ -136,7 +135,8 @@ class OffloadOptimizer(Optimizer):
         self._optimizers = homes.streamer.gradient_offload.optimizers
         #: Bytes of gradients kept in host memory until their update, where homes are on disk.
         self.gradient_bytes = homes.policy.gradient_bytes or 0
-        groups = resolve_groups(dict(model.named_parameters()), params)
+        ours = dict.fromkeys(model.parameters())
+        groups = groups_of([*ours] if params is None else params, ours)
         # The class checks its hyperparameters on empty tensors: some classes make states in their constructor.
         empty_groups = [{**group, "params": [placeholder(p) for p in group["params"]]} for group in groups]
         template = optimizer_class(empty_groups, **optimizer_kwargs)
@@ -173,9 +173,9 @@ class OffloadOptimizer(Optimizer):
         self._optimizers.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in ``torch.optim``; its ``"params"`` may be patterns."""
-        # named_parameters() finishes pending updates.
-        (group,) = resolve_groups(dict(self._model.named_parameters()), [param_group])
+        """Adds a group, as in ``torch.optim``."""
+        # parameters() finishes pending updates.
+        (group,) = groups_of([param_group], {*self._model.parameters()})
         super().add_param_group(group)
         index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
         for shard in self.homes.shards:

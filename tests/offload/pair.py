@@ -69,7 +69,11 @@ class Pair:
                 {"params": [p for n, p in named.items() if n.endswith("bias")], "weight_decay": 0.0, "lr": 0.003},
                 {"params": [p for n, p in named.items() if not n.endswith("bias")]},
             ]
-            groups = [{"params": "*bias", "weight_decay": 0.0, "lr": 0.003}, {"params": "*"}]
+            named = dict(self.model.named_parameters())
+            groups = [
+                {"params": [p for n, p in named.items() if n.endswith("bias")], "weight_decay": 0.0, "lr": 0.003},
+                {"params": [p for n, p in named.items() if not n.endswith("bias")]},
+            ]
         self.plain = kind(plain, **arguments)
         self.ours = OffloadOptimizer(self.model, kind, params=groups, max_norm=max_norm, **arguments, **more)
         self.schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (self.plain, self.ours)]
