@@ -14,7 +14,7 @@ from torch import nn
 from offload.advise.profile import Work
 from offload.advise.rates import Rates
 from offload.engine.steps import BUFFERS_SHARE
-from offload.optim.update_blocks import StoredStates, update_block_bytes_of
+from offload.optim.update_blocks import StoredStates
 from offload.planning.choose import NothingFitsError, Prediction, choose, least_limit, moves, predict
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import aligned
@@ -128,8 +128,8 @@ class Situation:
         if self.states and on_host:
             largest = max(s.home for s in shards)
             # States of small parameters, which are stored in full, do not count.
-            stored = StoredStates(rates.state_share, count=rates.states, rounded=False)
-            buffers = stored.buffer_bytes(update_block_bytes_of(largest, limit_bytes // BUFFERS_SHARE, stored))
+            stored = StoredStates(largest, rates.state_share, count=rates.states, rounded=False)
+            buffers = stored.buffer_bytes(stored.update_block_bytes(limit_bytes // BUFFERS_SHARE))
         return StepModel(
             shards=count,
             first=first,

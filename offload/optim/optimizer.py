@@ -29,7 +29,7 @@ from offload.optim.io_buffers import IOBufferPool
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.state_forms import check_stored, form_of
 from offload.optim.update import InBackward, StepDecision, Update
-from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes
+from offload.optim.update_blocks import StoredStates, states_kept
 from offload.storage import DeviceTier, Tier
 from offload.storage.buffer import has_own_memory, on_own_storages
 from offload.streaming.grad_norm import attached_norm, norms_of, total_norm
@@ -148,7 +148,7 @@ class OffloadOptimizer(Optimizer):
         kept = states_kept(optimizer_class, groups)
         self.stored = StoredStates.of(form_of(states), homes.shards, kept)
         #: Bytes of weights that are updated at a time, where they are in files.
-        self.update_block_bytes = update_block_bytes(homes.shards, homes.steps.spare_bytes(), self.stored)
+        self.update_block_bytes = self.stored.update_block_bytes(homes.steps.spare_bytes())
         self.reserve_buffers()
         #: Reads weights into a slot while the update before still runs.
         self._filler = Threads(1, "offload-filler")
@@ -224,7 +224,7 @@ class OffloadOptimizer(Optimizer):
 
     def _step(self) -> None:
         self._check_idle()
-        if self._raised is not None and self._raised.repeats():
+        if self._raised is not None and self._raised.repeats(self._optimizers.backwards):
             self._end_step(self._raised, at_once=True)
             return
         self.homes.public.begin_step(self)
@@ -244,11 +244,12 @@ class OffloadOptimizer(Optimizer):
         # Where nothing is loaded meanwhile; on a device with memory of its own as kernels on the stream of the caller.
         runs_there = streamer.updates_at_once or has_own_memory(self.homes.device)
         there = {shard for shard in in_order if runs_there and shard.on_device}
-        updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order if shard not in there)
-        decided = [(shard, update) for shard, update in updates if update is not None]
+        updates = [self.update(shard, options, coefficient) for shard in in_order if shard not in there]
+        decided = [update for update in updates if update is not None]
         resting = itertools.chain.from_iterable(self.param_blocks[shard] for shard in in_order if shard in there)
         at_once_jobs = self._jobs([*self.resident_blocks, *resting], options, coefficient)
-        decision = StepDecision(self, decided, at_once_jobs, self._thread_at_once, self._finish_job, options)
+        backwards = self._optimizers.backwards
+        decision = StepDecision(decided, at_once_jobs, self._thread_at_once, self._finish_job, options, backwards)
         if not self.steps:
             # Without this, free memory would stay beside the states that are made now, of which no plan knows yet.
             return_freed_memory()
@@ -265,7 +266,8 @@ class OffloadOptimizer(Optimizer):
             decision.start()
             self._end_step(decision, at_once=at_once)
         except BaseException:
-            decision.note_gradients()
+            members = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            decision.gradients = [(p, weakref.ref(p.grad)) for p in members]
             raise
 
     def _held_elsewhere(self) -> bool:
@@ -278,10 +280,13 @@ class OffloadOptimizer(Optimizer):
         """Makes all updates pending, even if an exception interrupts it: it is repeated before homes are used."""
         self._raised = decision  # until the call returns
         self.homes.public.note_step(self)
-        streamer = self.homes.streamer
+        streamer, number = self.homes.streamer, self.steps + 1
 
         def decide() -> None:
             decision.decide()
+            self.steps = number
+            if self.in_backward is not None:
+                self.in_backward.close()
             streamer.finish_step = None
 
         streamer.finish_step = decide
@@ -306,12 +311,6 @@ class OffloadOptimizer(Optimizer):
         self.homes.public.take_gradients()
         self.homes.public.drop_sums(p for group in self.param_groups for p in group["params"])
         self._raised = None
-
-    def count_step(self, number: int) -> None:
-        """Counts the step of this number, which is decided."""
-        self.steps = number
-        if self.in_backward is not None:
-            self.in_backward.close()
 
     def synchronize(self) -> None:
         """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.
@@ -526,7 +525,7 @@ class OffloadOptimizer(Optimizer):
         if not self.homes.tier.blocking_io:
             return 0
         if spare_bytes is not None:
-            return self.stored.buffer_bytes(update_block_bytes(self.homes.shards, spare_bytes, self.stored))
+            return self.stored.buffer_bytes(self.stored.update_block_bytes(spare_bytes))
         return max(self.buffer_pool.nbytes, self.stored.buffer_bytes(self.update_block_bytes))
 
     def state_bytes(self, shard: Shard) -> int:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from offload.streaming.stored_values import seal
 from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
 from pipe.stream import current_stream, use_device, use_stream
 from pipe.threads import Future, Threads
-
-if TYPE_CHECKING:
-    from offload.engine.homes import ModelHomes
 
 __all__ = ["InBackward", "StepDecision", "Update", "mark", "note_update"]
 
@@ -183,40 +180,21 @@ def note_update(job: UpdateJob) -> None:
     torch.autograd.graph.increment_version([parameter for parameter, _ in written])
 
 
-def mark(shard: Shard, update: Update) -> None:
+def mark(update: Update) -> None:
     """Makes an update pending. Increments the version of its parameters, although they are written later."""
     for job in update.tasks:
         note_update(job)
-    if shard.formed:
-        seal(shard)
-    shard.pending = update
-
-
-class Stepping(ModelOptimizer, Protocol):
-    """What a step needs of its optimizer."""
-
-    homes: ModelHomes
-
-    def count_step(self, number: int) -> None:
-        """Notes that a step of this number is decided."""
-
-    def update(
-        self,
-        shard: Shard,
-        options: list[dict[str, Any]],
-        coefficient: Tensor | None = None,
-        kept: dict[Slice, Tensor] | None = None,
-    ) -> Update | None:
-        """The update of a shard; None if it has no gradient."""
+    if update.shard.formed:
+        seal(update.shard)
+    update.shard.pending = update
 
 
 @dataclass(eq=False)
 class StepDecision:
     """One step of an optimizer."""
 
-    optimizer: Stepping
     #: Those of the shards that have a gradient, in the order of loads.
-    updates: Sequence[tuple[Shard, Update]]
+    updates: Sequence[Update]
     #: The updates of parameters that are on the compute device, and the thread that runs them.
     at_once: Sequence[UpdateJob]
     thread: Threads
@@ -224,12 +202,10 @@ class StepDecision:
     finished: Callable[[UpdateJob], None]
     #: The hyperparameters of all groups.
     options: list[dict[str, Any]]
-
-    def __post_init__(self) -> None:
-        self._number = self.optimizer.steps + 1
-        self._backwards = self._backwards_now
-        #: Those of all parameters when the step raised; weakly, since zero_grad() frees them.
-        self._gradients: list[tuple[Any, Callable[[], Tensor | None]]] = []
+    #: How many backwards had added to gradients, or had begun to.
+    backwards: int
+    #: Those of all parameters when the step raised; weakly, since zero_grad() frees them.
+    gradients: Sequence[tuple[Tensor, weakref.ref[Tensor]]] = ()
 
     @property
     def begun(self) -> bool:
@@ -262,35 +238,22 @@ class StepDecision:
     def decide(self) -> None:
         """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
         self.run_at_once()
-        for shard, update in self.updates:
-            if shard.pending is not update and not update.done:
-                mark(shard, update)
+        for update in self.updates:
+            if update.shard.pending is not update and not update.done:
+                mark(update)
         # The next forward loads the shards in their order.
-        for (_, update), (_, following) in itertools.pairwise(self.updates):
+        for update, following in itertools.pairwise(self.updates):
             update.following = following
-        self.optimizer.count_step(self._number)
 
-    @property
-    def _backwards_now(self) -> int:
-        """How many backwards have added to gradients, or have begun to."""
-        return self.optimizer.homes.streamer.gradient_offload.optimizers.backwards
-
-    def note_gradients(self) -> None:
-        """Called when the step has raised."""
-        members = (p for group in self.optimizer.param_groups for p in group["params"])
-        self._gradients = [(p, weakref.ref(p.grad)) for p in members if p.grad is not None]
-
-    def repeats(self) -> bool:
+    def repeats(self, backwards: int) -> bool:
         """Whether a call of ``step()`` repeats this one, which raised: no backward came between, and no gradient was
         replaced or removed."""
-        if self._backwards_now != self._backwards:
-            return False
-        return all(parameter.grad is gradient() for parameter, gradient in self._gradients)
+        return backwards == self.backwards and all(p.grad is gradient() for p, gradient in self.gradients)
 
     def start(self) -> None:
         """Starts the updates that need not wait for a load: homes in host memory are updated in place."""
-        for shard, update in self.updates:
-            if not (shard.blocking_io or update.done):
+        for update in self.updates:
+            if not (update.shard.blocking_io or update.done):
                 update.start()
 
 
@@ -303,16 +266,29 @@ class StepDecision:
 # After a backward that failed with some shards updated and others not, every call of the optimizer raises.
 
 
+class UpdatingOptimizer(ModelOptimizer, Protocol):
+    """An optimizer that updates shards during backward."""
+
+    def update(
+        self,
+        shard: Shard,
+        options: list[dict[str, Any]],
+        coefficient: Tensor | None = None,
+        kept: dict[Slice, Tensor] | None = None,
+    ) -> Update | None:
+        """The update of a shard; None if it has no gradient."""
+
+
 class InBackward:
     """The updater that the gradient offload calls during a backward. Belongs to one optimizer."""
 
-    def __init__(self, optimizer: Stepping) -> None:
+    def __init__(self, optimizer: UpdatingOptimizer) -> None:
         # Weak: a cycle would keep an optimizer alive that no other code refers to.
         self._optimizer = weakref.ref(optimizer)
         self.accumulating = 0
         self._updated: list[int] | None = None  # shards that this step has updated; None between steps
         #: The optimizer while a backward updates: it must not be collected between a kept gradient and its update.
-        self._updating: Stepping | None = None
+        self._updating: UpdatingOptimizer | None = None
         self._failure: str | None = None
         self._options: list[dict[str, Any]] = []
 
@@ -366,7 +342,7 @@ class InBackward:
                 f"{waiting} more forwards of this model still need their backward, but this one changes parameters; "
                 f"run it under `with optimizer.accumulate():`, or delete their outputs"
             )
-        shards = optimizer.homes.shards
+        shards = [*optimizer.param_blocks]
         used: dict[int, int] = {}
         for place, j in enumerate(range(len(shards)) if order is None else order):
             used.setdefault(j, place)
@@ -413,7 +389,7 @@ class InBackward:
         assert self._updated is not None
         self._updated.append(shard.index)  # first: after an interrupt the shard counts as updated
         update.letter = "V"
-        mark(shard, update)
+        mark(update)
         for param_block in optimizer.param_blocks[shard]:
             for parameter in param_block.parameters:
                 parameter.grad = None

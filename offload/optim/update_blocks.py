@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from offload.mesh.shard import MeshShard
 from offload.optim.io_buffers import IO_BUFFERS, MOST_STATES
 from offload.optim.param_block import ELEMENTWISE
 from offload.optim.state_forms import StateForm
@@ -19,7 +18,7 @@ from offload.planning.budget import shown_bytes
 from offload.storage.buffer import PAGE_BYTES, PIECE, whole_pages
 from offload.streaming.shard import Shard
 
-__all__ = ["MAX_BLOCK_BYTES", "StoredStates", "states_kept", "update_block_bytes", "update_block_bytes_of"]
+__all__ = ["MAX_BLOCK_BYTES", "StoredStates", "states_kept"]
 
 #: Most bytes of weights of one update block.
 MAX_BLOCK_BYTES = 8 << 20
@@ -36,6 +35,8 @@ PIECE_BYTES = 3 * 4 + 32
 class StoredStates:
     """How many bytes states take in files, and so in buffers."""
 
+    #: Most bytes of parameters of one shard.
+    largest: int = 0
     #: Of each state, for each byte of a parameter.
     share: float = 1.0
     #: Most bytes of parameters of one shard whose states are in full all the same.
@@ -53,12 +54,31 @@ class StoredStates:
         shards = list(shards)
         in_pieces = any(shard.formed for shard in shards)
         rounded = any(shard.gradient_types.rounds(s) for shard in shards for s in shard.own)
+        largest = max((sum(s.full_nbytes for s in shard.own) for shard in shards), default=0)
         if form is None:
-            return cls(in_pieces=in_pieces, count=count, rounded=rounded)
+            return cls(largest, in_pieces=in_pieces, count=count, rounded=rounded)
         owned = [[(s, form.encodes(shard.whole_like(s))) for s in shard.own] for shard in shards]
         shares = [form.share(s.full_dtype) for own in owned for s, encoded in own if encoded]
         in_full = (sum(s.full_nbytes for s, encoded in own if not encoded) for own in owned)
-        return cls(max(shares, default=1.0), max(in_full, default=0), in_pieces, count, rounded)
+        return cls(largest, max(shares, default=1.0), max(in_full, default=0), in_pieces, count, rounded)
+
+    def update_block_bytes(self, limit_bytes: float = math.inf) -> int:
+        """Bytes of weights of an update block, if all buffers get ``limit_bytes``. Raises ValueError for too few."""
+        part = whole_pages(-(-self.largest // BLOCKS_PER_SHARD))
+        update_block = min(MAX_BLOCK_BYTES, max(part, SMALL_BLOCK_BYTES))
+        update_block = min(update_block, whole_pages(self.largest) or update_block)
+        if self.buffer_bytes(update_block) > limit_bytes:
+            pages = range(1, update_block // PAGE_BYTES)
+            fitting = bisect_right(pages, limit_bytes, key=lambda count: self.buffer_bytes(count * PAGE_BYTES))
+            update_block = max(1, fitting) * PAGE_BYTES
+        least = self.buffer_bytes(update_block)
+        if least > limit_bytes:
+            raise ValueError(
+                f"optimizer states are on disk: their buffers take at least {shown_bytes(least)}, but the model's "
+                f"memory leaves {shown_bytes(max(0, int(limit_bytes)))} for them; make the model with "
+                f"memory={2 * least} or more, of which they may take half"
+            )
+        return update_block
 
     def buffer_bytes(self, update_block: int) -> int:
         """Most bytes that all buffers take, for blocks of so many bytes of weights."""
@@ -92,34 +112,3 @@ def states_kept(kind: type[Optimizer], groups: Iterable[Mapping[str, Any]]) -> i
         kept = optimizer.state[number].values()
         most = max(most, sum(isinstance(value, torch.Tensor) and value.shape == number.shape for value in kept))
     return most
-
-
-def update_block_bytes(
-    shards: Sequence[Shard], limit_bytes: float = math.inf, stored: StoredStates = StoredStates()
-) -> int:
-    """Bytes of weights of an update block, if all buffers get ``limit_bytes``. Raises ValueError for too few."""
-    largest = max((sum(s.full_nbytes for s in shard.own) for shard in shards), default=0)
-    found = update_block_bytes_of(largest, limit_bytes, stored)
-    if not any(isinstance(shard, MeshShard) for shard in shards):
-        return found
-    # Slots hold no part by itself, so weights take a buffer, too: beside the gradient and two states a third more.
-    return max(PAGE_BYTES, found * 3 // 4 // PAGE_BYTES * PAGE_BYTES)
-
-
-def update_block_bytes_of(largest: int, limit_bytes: float = math.inf, stored: StoredStates = StoredStates()) -> int:
-    """As :func:`update_block_bytes`, where the largest shard stores so many bytes of parameters."""
-    part = whole_pages(-(-largest // BLOCKS_PER_SHARD))
-    update_block = min(MAX_BLOCK_BYTES, max(part, SMALL_BLOCK_BYTES))
-    update_block = min(update_block, whole_pages(largest) or update_block)
-    if stored.buffer_bytes(update_block) > limit_bytes:
-        pages = range(1, update_block // PAGE_BYTES)
-        fitting = bisect_right(pages, limit_bytes, key=lambda count: stored.buffer_bytes(count * PAGE_BYTES))
-        update_block = max(1, fitting) * PAGE_BYTES
-    least = stored.buffer_bytes(update_block)
-    if least > limit_bytes:
-        raise ValueError(
-            f"optimizer states are on disk: their buffers take at least {shown_bytes(least)}, but the model's memory "
-            f"leaves {shown_bytes(max(0, int(limit_bytes)))} for them; make the model with memory={2 * least} or more, "
-            f"of which they may take half"
-        )
-    return update_block
