@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +50,8 @@ class Update:
     meter: Meter
     io_threads: Threads
     buffer_pool: IOBufferPool
-    #: A weak method, since an update may outlive its optimizer; called with each job that is done.
-    finished: weakref.WeakMethod[Callable[[UpdateJob], None]]
+    #: A weak reference to what is called with each job that is done, since an update may outlive its optimizer.
+    finished: Callable[[], Callable[[UpdateJob], None] | None]
     #: Whether parameters may be updated in the slot of the next load, which saves a second read.
     in_slot: bool
     #: Its letter in the plan: U before a load, V in backward.
@@ -266,29 +266,16 @@ class StepDecision:
 # After a backward that failed with some shards updated and others not, every call of the optimizer raises.
 
 
-class UpdatingOptimizer(ModelOptimizer, Protocol):
-    """An optimizer that updates shards during backward."""
-
-    def update(
-        self,
-        shard: Shard,
-        options: list[dict[str, Any]],
-        coefficient: Tensor | None = None,
-        kept: dict[Slice, Tensor] | None = None,
-    ) -> Update | None:
-        """The update of a shard; None if it has no gradient."""
-
-
 class InBackward:
     """The updater that the gradient offload calls during a backward. Belongs to one optimizer."""
 
-    def __init__(self, optimizer: UpdatingOptimizer) -> None:
+    def __init__(self, optimizer: ModelOptimizer) -> None:
         # Weak: a cycle would keep an optimizer alive that no other code refers to.
         self._optimizer = weakref.ref(optimizer)
         self.accumulating = 0
         self._updated: list[int] | None = None  # shards that this step has updated; None between steps
         #: The optimizer while a backward updates: it must not be collected between a kept gradient and its update.
-        self._updating: UpdatingOptimizer | None = None
+        self._updating: ModelOptimizer | None = None
         self._failure: str | None = None
         self._options: list[dict[str, Any]] = []
 
@@ -383,7 +370,7 @@ class InBackward:
         optimizer = self._updating
         if optimizer is None:
             return None
-        update = optimizer.update(shard, self._options, kept=kept)
+        update: Update | None = optimizer.update(shard, self._options, kept=kept)
         if update is None:
             return None
         assert self._updated is not None

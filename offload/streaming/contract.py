@@ -58,7 +58,6 @@ class ModelOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
     max_norm: float | None
-    update_in_backward: bool
     gradient_bytes: int
     #: So far.
     steps: int
@@ -85,6 +84,9 @@ class ModelOptimizer(Protocol):
 
     def options(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group."""
+
+    def update(self, shard: Any, options: list[dict[str, Any]], *, kept: dict[Slice, Tensor]) -> Any:
+        """The update of a shard from its stored gradients and the ``kept`` ones; None if it has no gradient."""
 
     def resident_state_bytes(self) -> int:
         """Bytes of the states of parameters that belong to no shard."""

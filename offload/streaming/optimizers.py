@@ -31,7 +31,7 @@ class Optimizers:
 
     def add(self, optimizer: ModelOptimizer) -> None:
         """Registers an optimizer. Raises ValueError if two would update in backward."""
-        if optimizer.update_in_backward and self.in_backward is not None:
+        if optimizer.in_backward is not None and self.in_backward is not None:
             raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
         self._alive.add(optimizer)
 
@@ -64,8 +64,8 @@ class Optimizers:
 
     def planned(self) -> Updates:
         """What optimizers add to the plan of a step."""
-        pending = frozenset[int]().union(*(o.updated_shards for o in self if not o.update_in_backward))
-        return Updates(pending, any(o.update_in_backward for o in self))
+        pending = frozenset[int]().union(*(o.updated_shards for o in self if o.in_backward is None))
+        return Updates(pending, self.in_backward is not None)
 
     def references(self, optimizer: ModelOptimizer) -> Counter[nn.Parameter]:
         """References of all optimizers to the parameters of one of them."""
