@@ -44,7 +44,7 @@ from pipe.torch_private.tensors import native_uses, storage_uses
 
 if TYPE_CHECKING:
     from offload.mesh.shard import MeshShard
-    from offload.streaming.contract import ModelOptimizer
+    from offload.streaming.optimizers import ModelOptimizer
 
 __all__ = ["MeshParameters", "ShownParameter", "described", "resident_parts"]
 

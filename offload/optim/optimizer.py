@@ -28,13 +28,14 @@ from offload.optim.groups import (
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.state_forms import check_stored, form_of
-from offload.optim.update import InBackward, StepDecision, Update
+from offload.optim.update import StepDecision, Update
 from offload.optim.update_blocks import StoredStates, states_kept
 from offload.storage import DeviceTier, Tier
 from offload.storage.buffer import has_own_memory, on_own_storages
 from offload.streaming.grad_norm import attached_norm, norms_of, total_norm
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
+from offload.streaming.optimizers import InBackward
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
 from pipe.recompute.thread_state import restores_thread_state
@@ -238,7 +239,8 @@ class OffloadOptimizer(Optimizer):
         # Without a scale a GradScaler has unscaled in place, which does not increment the version of gradients.
         trusted = not (hasattr(self, "grad_scale") and scale is None)
         coefficient = self._coefficient(scale, trusted=trusted)
-        options = self.options() if self.in_backward is None else self.in_backward.options_of_step(self._group_changes)
+        written = self._group_changes.changes
+        options = self.options() if self.in_backward is None else self.in_backward.options_of_step(written)
         in_order = sorted(self.param_blocks, key=lambda shard: shard.index)  # of calls, which may be noted later
         # Where nothing is loaded meanwhile; on a device with memory of its own as kernels on the stream of the caller.
         runs_there = streamer.updates_at_once or has_own_memory(self.homes.device)
@@ -463,9 +465,9 @@ class OffloadOptimizer(Optimizer):
         if not tasks:
             return None
         in_slot = shard.blocking_io and shard.slot_keeps_weights and not has_own_memory(self.homes.device)
-        finished = weakref.WeakMethod(self._finish_job)
+        finished, letter = weakref.WeakMethod(self._finish_job), "U" if kept is None else "V"
         return Update(
-            shard, tasks, self._lane, self.homes.meter, self._filler, self.buffer_pool, finished, in_slot=in_slot
+            shard, tasks, self._lane, self.homes.meter, self._filler, self.buffer_pool, finished, in_slot, letter
         )
 
     def _finish_job(self, job: UpdateJob) -> None:
