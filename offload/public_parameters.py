@@ -27,7 +27,7 @@ from pipe.torch_private.tensors import native_uses
 if TYPE_CHECKING:
     from offload.mesh.ranks import Ranks
     from offload.mesh.traffic import ExchangeBytes
-    from offload.streaming.contract import ModelOptimizer
+    from offload.streaming.optimizers import ModelOptimizer
 
 __all__ = ["PublicParameters"]
 

@@ -43,7 +43,7 @@ from pipe.torch_private.autograd import has_hooks
 from pipe.torch_private.tensors import native_uses, storage_uses
 
 if TYPE_CHECKING:
-    from offload.streaming.contract import ModelOptimizer
+    from offload.streaming.optimizers import ModelOptimizer
 
 __all__ = ["MeshParameters", "ShownParameter", "described", "resident_parts"]
 

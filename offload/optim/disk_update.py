@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,13 +31,12 @@ from torch import Tensor
 
 from offload.optim.dynamic_map import BLOCK
 from offload.optim.io_buffers import Blocks, IOBuffer, IOBufferPool, Read, UpdateBlock, Write
-from offload.optim.param_block import ELEMENTWISE, OptimizerFactory, ParamBlock, UpdateJob
+from offload.optim.param_block import ParamBlock, States, UpdateJob
 from offload.optim.state_forms import EncodedWeights, copied, elements_per_entry
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, whole_pages
-from offload.storage.contract import bytes_of
-from offload.streaming.shard import Shard
+from offload.storage.contract import bytes_of, in_order
 from offload.streaming.slices import Slice
 from pipe.torch_private.autograd import outside_inference_mode
 
@@ -44,9 +44,6 @@ __all__ = ["DiskParamBlock", "group_slices"]
 
 # States of one update are allocated as one block of storage. Only dense states are stored in files: what counts steps,
 # and states that are sparse, stay in memory.
-
-#: The states of each parameter, by name.
-States = Sequence[Mapping[str, Any]]
 
 
 def is_stored(value: Any) -> bool:
@@ -94,29 +91,22 @@ def group_slices(slices: Sequence[Slice], max_bytes: int) -> Iterator[list[Slice
 _LOWER = object()
 
 
+@dataclass(eq=False, kw_only=True)
 class DiskParamBlock(ParamBlock):
     """A param block in files of ``tier``, updated ``max_bytes`` at a time in the optimizer's ``buffer_pool``."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        slices: Sequence[Slice],
-        group: int,
-        factory: OptimizerFactory,
-        tier: Tier,
-        buffer_pool: IOBufferPool,
-        max_bytes: int,
-    ) -> None:
-        super().__init__(shard, slices, group, factory, torch.device("cpu"))
-        self._max_bytes = max_bytes
-        self._buffer_pool = buffer_pool
-        self._tier = tier
+    tier: Tier
+    buffer_pool: IOBufferPool
+    max_bytes: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         #: Type and layout of each parameter.
         self._like = [s.like() for s in self.slices]
         #: For each parameter, where its states are, by their names.
         self._places: list[dict[str, StateFile]] = [{} for _ in self.slices]
 
-    def load_states(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+    def load_states(self, states: States, options: Sequence[Mapping[str, Any]]) -> None:
         """Replaces all states: each given tensor is written to its file without a copy in memory."""
         previous, self._places = self._places, [{} for _ in self.slices]
         try:
@@ -125,9 +115,7 @@ class DiskParamBlock(ParamBlock):
             self._places = previous
             raise
 
-    def adopt_states(
-        self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[Tensor, Tensor]]:
+    def adopt_states(self, states: States, options: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`ParamBlock.adopt_states`; the states are written to files."""
         super().adopt_states(states, options)
         self._store_states()
@@ -165,7 +153,7 @@ class DiskParamBlock(ParamBlock):
         while job.blocks_done < len(job.update_blocks):
             self._run_update_block(job, slot, upcoming)
         coefficient = job.coefficient_on(torch.device("cpu"))
-        if coefficient is not None and job.group_changes is None:  # else it has run, and its writes are repeated
+        if coefficient is not None:
             for k, gradient in in_memory:
                 if gradient.dtype != self.proxies[k].dtype and gradient is self.slices[k].parameter.grad:
                     gradient.mul_(coefficient)  # it stays clipped as well, as one in its file does already
@@ -185,15 +173,10 @@ class DiskParamBlock(ParamBlock):
         job.states_before = [copied(state, places) if state else None for state, places in states]
         job.gradient_places = [*map(self._place_of_gradient, self.slices, job.gradients)]
         s = self.slices[0]
-        if (
-            len(self.slices) > 1
-            or s.full_nbytes <= self._max_bytes
-            or job.sparse
-            or self.factory.kind not in ELEMENTWISE
-        ):
+        if len(self.slices) > 1 or s.full_nbytes <= self.max_bytes or job.sparse or not self.factory.elementwise:
             job.update_blocks = [UpdateBlock()]
             return
-        step, count = self._max_bytes // s.full_dtype.itemsize, s.parameter.numel()
+        step, count = self.max_bytes // s.full_dtype.itemsize, s.parameter.numel()
         if self.encoded or s.form is not None:
             step = max(step // BLOCK, 1) * BLOCK  # elements that share a scale, or random bits, are not separated
         job.update_blocks = [UpdateBlock(begin, min(begin + step, count)) for begin in range(0, count, step)]
@@ -231,7 +214,7 @@ class DiskParamBlock(ParamBlock):
     def _run_update_block(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks]) -> None:
         optimizer, update_block = self.optimizer, job.update_blocks[job.blocks_done]
         assert optimizer is not None
-        io_buffer = self._buffer_pool.prepare(*next(iter(self.to_read(job))))
+        io_buffer = self.buffer_pool.prepare(*next(iter(self.to_read(job))))
         chosen = [k for k, gradient in enumerate(job.gradients) if gradient is not None]
         writes: list[Write] = []
         weights: dict[int, EncodedWeights] = {}
@@ -242,7 +225,7 @@ class DiskParamBlock(ParamBlock):
                 self.proxies[k].grad = self._gradient(job, k, update_block, io_buffer, writes)
                 self._bind_states(job, k, update_block, io_buffer)
             job.bytes_read += io_buffer.bytes_read
-            self._buffer_pool.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
+            self.buffer_pool.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
             self._step(weights)
             writes += self._state_writes(chosen, update_block)
         except BaseException:
@@ -259,7 +242,7 @@ class DiskParamBlock(ParamBlock):
         job.writes += writes
         job.bytes_written += sum(write.nbytes for write in writes)
         job.blocks_done += 1
-        self._buffer_pool.write_back(writes)
+        self.buffer_pool.write_back(writes)
 
     def _bind_weights(
         self,
@@ -295,11 +278,9 @@ class DiskParamBlock(ParamBlock):
             yield (part := io_buffer.part((k, _LOWER)))
             low = part.source.view(torch.int16)
         upper = weights.view(s.dtype)
-        like = (
-            self._like[k] if update_block.end is None else torch.empty(upper.shape, dtype=s.full_dtype, device="meta")
-        )
+        like = self._like[k] if update_block.end is None else in_order(self._like[k])[: upper.numel()]
         proxy.data = torch.zeros((), dtype=like.dtype).expand(like.shape)
-        encoded[k] = EncodedWeights(s, upper, low, like, job.step, update_block.begin, wide)
+        encoded[k] = EncodedWeights(s.form, s.name, upper, low, like, job.step, update_block.begin, wide)
 
     def _gradient(
         self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer, writes: list[Write]
@@ -375,7 +356,7 @@ class DiskParamBlock(ParamBlock):
                 new.append((k, key, end, like))
                 end += aligned(like.nbytes)
         if new:
-            block = self._tier.allocate(end, f"shard{self.shard.index}-states", cyclic=True)
+            block = self.tier.allocate(end, f"shard{self.shard.index}-states", cyclic=True)
             for k, key, offset, like in new:
                 self._places[k][key] = StateFile.at(block, offset, like)
         writes = []

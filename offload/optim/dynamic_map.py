@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -94,12 +95,10 @@ def decode(codes: Tensor, scales: Tensor, values: Tensor) -> None:
 
 def _parts(count: int) -> Iterator[tuple[slice, slice]]:
     """Elements that are coded together, and their scales: whole blocks, then the one that is shorter."""
-    whole = count // BLOCK * BLOCK
-    for begin in range(0, whole, PIECE):
-        end = min(begin + PIECE, whole)
-        yield slice(begin, end), slice(begin // BLOCK, end // BLOCK)
-    if whole < count:
-        yield slice(whole, count), slice(whole // BLOCK, whole // BLOCK + 1)
+    whole = count // BLOCK
+    for begin, end in pairwise([*range(0, whole, PIECE // BLOCK), whole, -(-count // BLOCK)]):
+        if begin < end:
+            yield slice(begin * BLOCK, end * BLOCK), slice(begin, end)
 
 
 def _encode(values: Tensor, codes: Tensor, scales: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.streaming.contract import ModelOptimizer
+from offload.streaming.optimizers import ModelOptimizer
 
 __all__ = ["check_elementwise", "check_updates_parts"]
 

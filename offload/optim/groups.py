@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -50,9 +49,8 @@ def groups_of(params: Any, ours: Collection[nn.Parameter]) -> list[dict[str, Any
 
 
 def placeholder(param: Any) -> Any:
-    """A tensor without elements in place of a parameter, also in a ``(name, parameter)`` pair: to check options."""
-    if isinstance(param, tuple):
-        return param[0], placeholder(param[1])
+    """A tensor without elements in place of a parameter, or of a ``(name, parameter)`` pair: to check options."""
+    param = param[1] if isinstance(param, tuple) else param
     if not isinstance(param, Tensor):
         return param
     return torch.empty((0, *param.shape[1:]) if param.dim() else (), dtype=param.dtype)
@@ -93,7 +91,7 @@ def check_choices(kind: Any, max_norm: Any, update_in_backward: bool) -> None:
     if max_norm is not None:
         if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
             raise TypeError(f"expected a number, got max_norm={max_norm!r}")
-        if not max_norm > 0 or math.isnan(max_norm):
+        if not max_norm > 0:
             raise ValueError(f"expected a positive norm, got max_norm={max_norm!r}")
         if update_in_backward:
             raise ValueError(
@@ -148,18 +146,16 @@ class GroupChanges:
         self.expected = not kind.__module__.startswith("torch.optim.")
         #: By group: the hyperparameters that a param block of it wrote in this step, with their values.
         self.changes: dict[int, dict[str, Any]] = {}
-        self._step_key: object = None
+        self._step: object = None
         self._error: str | None = None
 
-    def publish(
-        self, groups: Sequence[dict[str, Any]], index: int, changes: dict[str, Any], step_key: object = None
-    ) -> None:
-        """Writes the changes that a param block made in group ``index`` to the user's group.
+    def publish(self, group: dict[str, Any], index: int, changes: dict[str, Any], step: object = None) -> None:
+        """Writes the changes that a param block made in a group to the user's ``group``, which has this index.
 
-        ``step_key`` is one object for all updates of a step; another object means another step.
+        ``step`` is one object for all updates of a step; another object means another step.
         """
-        if step_key is not None and step_key is not self._step_key:
-            self._step_key, self.changes = step_key, {}
+        if step is not None and step is not self._step:
+            self._step, self.changes = step, {}
         known = self.changes.setdefault(index, changes)
         if known.keys() != changes.keys() or not all(same_option(value, known[key]) for key, value in changes.items()):
             self._error = (
@@ -168,7 +164,7 @@ class GroupChanges:
                 f"treats each parameter by itself. Parameters are wrong from this step on; load the last checkpoint"
             )
         self.expected |= bool(changes)
-        groups[index].update(copied_options(changes))
+        group.update(copied_options(changes))
 
     def end_step(self) -> None:
         """Called when all groups are updated."""

@@ -169,7 +169,7 @@ class IOBuffer:
     """Memory of one block. A part has the same offset within its page as in the file, so direct I/O needs no copy."""
 
     def __init__(self) -> None:
-        self._memory = host_buffer(0)
+        self.memory = host_buffer(0)
         self._used = 0
         self._parts: dict[Hashable, Write] = {}
         #: The running reads; and writes, with what each one moves.
@@ -181,13 +181,12 @@ class IOBuffer:
         self.bytes_read = 0
 
     def prepare(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int, io_threads: Threads) -> None:
-        """Discards the contents and begins to read; ``spare_bytes`` more can be allocated with :meth:`take`."""
-        self.clear()
+        """Begins to read, while it is clear; ``spare_bytes`` more can be allocated with :meth:`take`."""
         groups = [*_runs(reads, _adjacent)]
         nbytes = spare_bytes + sum(_span_bytes(group) + PAGE_BYTES for group in groups)
-        if self._memory.numel() < nbytes:
-            self._memory = host_buffer(0)  # before the larger one is made
-            self._memory = host_buffer(nbytes)
+        if self.memory.numel() < nbytes:
+            self.memory = host_buffer(0)  # before the larger one is made
+            self.memory = host_buffer(nbytes)
         self.update_block = update_block
         for group in groups:
             begin = group[0].offset
@@ -243,11 +242,6 @@ class IOBuffer:
         self._used = self.bytes_read = 0
         self.update_block = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its memory."""
-        return self._memory.numel()
-
     def part(self, name: Hashable) -> Write:
         """The bytes of the read of that name, to be written back where they are from."""
         return self._parts[name]
@@ -263,7 +257,7 @@ class IOBuffer:
         """Allocates memory for ``nbytes`` at ``offset`` of a file; flat, uint8."""
         begin = self._used + (offset - self._used) % PAGE_BYTES
         self._used = begin + nbytes
-        return self._memory[begin : self._used]
+        return self.memory[begin : self._used]
 
 
 class IOBufferPool:
@@ -351,6 +345,6 @@ class IOBufferPool:
 
     def _recycle(self, io_buffer: IOBuffer | None) -> None:
         if io_buffer is not None:
-            self._largest = max(self._largest, io_buffer.nbytes)
+            self._largest = max(self._largest, io_buffer.memory.numel())
             io_buffer.clear()
             self._idle.append(io_buffer)

@@ -27,15 +27,16 @@ from offload.optim.groups import (
     placeholder,
 )
 from offload.optim.io_buffers import IOBufferPool
-from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
+from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.state_forms import check_stored, form_of
-from offload.optim.update import InBackward, StepDecision, Update
+from offload.optim.update import StepDecision, Update
 from offload.optim.update_blocks import StoredStates, states_kept
 from offload.storage import DeviceTier, Tier
 from offload.storage.buffer import has_own_memory, on_own_storages
 from offload.streaming.grad_norm import attached_norm, norms_of, total_norm
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
+from offload.streaming.optimizers import InBackward
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
 from pipe.recompute.thread_state import restores_thread_state
@@ -123,7 +124,6 @@ class OffloadOptimizer(Optimizer):
         _check_model(model, optimizer_class)
         check_choices(optimizer_class, max_norm, update_in_backward)
         self.max_norm = max_norm
-        self.update_in_backward = update_in_backward
         #: Number of steps. One that raised counts if it is sure to be applied.
         self.steps = 0
         #: A step whose call has raised although it is decided: repeating the call only ends it.
@@ -186,7 +186,7 @@ class OffloadOptimizer(Optimizer):
         stored = {self.homes.public.stored(p) for p in members}
         if resident := [p for p in self._resident if p in stored]:
             slices, _ = layout(StoredTensor("", p) for p in resident)
-            self.resident_blocks.append(HostParamBlock(Shard(-1, 0, []), slices, index, self.factory))
+            self.resident_blocks.append(ParamBlock(Shard(-1, 0, []), slices, index, self.factory))
         if self._states_at_once:
             for param_block in self._all_param_blocks():
                 param_block.prepare(self.options())
@@ -241,7 +241,8 @@ class OffloadOptimizer(Optimizer):
         # Without a scale a GradScaler has unscaled in place, which does not increment the version of gradients.
         trusted = not (hasattr(self, "grad_scale") and scale is None)
         coefficient = self._coefficient(scale, trusted=trusted)
-        options = self.options() if self.in_backward is None else self.in_backward.options_of_step(self._group_changes)
+        written = self._group_changes.changes
+        options = self.options() if self.in_backward is None else self.in_backward.options_of_step(written)
         in_order = sorted(self.param_blocks, key=lambda shard: shard.index)  # of calls, which may be noted later
         # Where nothing is loaded meanwhile; on a device with memory of its own as kernels on the stream of the caller.
         runs_there = streamer.updates_at_once or has_own_memory(self.homes.device)
@@ -341,12 +342,10 @@ class OffloadOptimizer(Optimizer):
         """The ``state_dict()`` of the plain optimizer. Its tensors are the stored states, not copies."""
         self._synchronize()
         saved = super().state_dict()
-        # In the order of parameters, as in the plain optimizer; param blocks get their states in another order.
-        saved["state"] = dict(sorted(saved["state"].items()))
         views = on_own_storages(value for state in saved["state"].values() for value in state.values())
-        if views:
-            for k, state in saved["state"].items():
-                saved["state"][k] = {name: views.get(id(value), value) for name, value in state.items()}
+        # In the order of parameters, as in the plain optimizer; param blocks get their states in another order.
+        in_order = sorted(saved["state"].items())
+        saved["state"] = {k: {name: views.get(id(x), x) for name, x in state.items()} for k, state in in_order}
         if self._rounds_weights():
             saved["steps"] = self.steps  # decides how the next step is rounded; the plain class ignores it
         return saved
@@ -382,7 +381,7 @@ class OffloadOptimizer(Optimizer):
             param_block = next((p for p in self._all_param_blocks() if p.group == index), None)
             if index not in self._group_changes.changes and param_block is not None:
                 param_block.prepare(options).step()
-                self._group_changes.publish(self.param_groups, index, param_block.group_changes())
+                self._group_changes.publish(self.param_groups[index], index, param_block.group_changes())
         self._group_changes.end_step()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -398,11 +397,8 @@ class OffloadOptimizer(Optimizer):
     @property
     def updated_shards(self) -> frozenset[int]:
         """The shards that hold parameters of this optimizer that take a gradient."""
-        return frozenset(
-            param_block.shard.index
-            for param_block in itertools.chain.from_iterable(self.param_blocks.values())
-            if any(parameter.requires_grad for parameter in param_block.parameters)
-        )
+        blocks = itertools.chain.from_iterable(self.param_blocks.values())
+        return frozenset(b.shard.index for b in blocks if any(p.requires_grad for p in b.parameters))
 
     def _check_idle(self) -> None:
         if self.homes.busy:
@@ -445,9 +441,7 @@ class OffloadOptimizer(Optimizer):
     ) -> list[UpdateJob]:
         jobs = []
         for param_block in param_blocks:
-            gradients: list[Tensor | None] = [s.parameter.grad for s in param_block.slices]
-            if kept:
-                gradients = [kept.get(s, stored) for s, stored in zip(param_block.slices, gradients, strict=True)]
+            gradients = [kept.get(s, s.parameter.grad) if kept else s.parameter.grad for s in param_block.slices]
             if any(gradient is not None for gradient in gradients):
                 jobs.append(job := UpdateJob(param_block, gradients, options, coefficient, self.steps + 1))
                 if job.sparse:
@@ -467,15 +461,15 @@ class OffloadOptimizer(Optimizer):
         if not tasks:
             return None
         in_slot = shard.blocking_io and shard.slot_keeps_weights and not has_own_memory(self.homes.device)
-        finished = weakref.WeakMethod(self._finish_job)
+        finished, letter = weakref.WeakMethod(self._finish_job), "U" if kept is None else "V"
         return Update(
-            shard, tasks, self._lane, self.homes.meter, self._filler, self.buffer_pool, finished, in_slot=in_slot
+            shard, tasks, self._lane, self.homes.meter, self._filler, self.buffer_pool, finished, in_slot, letter
         )
 
     def _finish_job(self, job: UpdateJob) -> None:
         self.publish(job.param_block)
-        if job.group_changes is not None:
-            self._group_changes.publish(self.param_groups, job.param_block.group, job.group_changes, job.options)
+        index = job.param_block.group
+        self._group_changes.publish(self.param_groups[index], index, job.group_changes, job.options)
 
     # --- where states are stored --------------------------------------------------------------------------------------
 
@@ -497,14 +491,12 @@ class OffloadOptimizer(Optimizer):
 
     def make_param_blocks(self, shard: Shard, slices: Sequence[Slice], group: int, tier: Tier) -> list[ParamBlock]:
         """New param blocks of parameters of one shard and one group, whose states are stored in ``tier``."""
+        device = tier.device if isinstance(tier, DeviceTier) else torch.device("cpu")
         if not tier.blocking_io:
-            device = tier.device if isinstance(tier, DeviceTier) else torch.device("cpu")
-            return [HostParamBlock(shard, slices, group, self.factory, device)] if slices else []
-        most = self.update_block_bytes
-        return [
-            DiskParamBlock(shard, part, group, self.factory, tier, self.buffer_pool, most)
-            for part in group_slices(slices, most)
-        ]
+            return [ParamBlock(shard, slices, group, self.factory, device)] if slices else []
+        files: dict[str, Any] = {"tier": tier, "buffer_pool": self.buffer_pool, "max_bytes": self.update_block_bytes}
+        parts = group_slices(slices, self.update_block_bytes)
+        return [DiskParamBlock(shard, part, group, self.factory, device, **files) for part in parts]
 
     def reserve_buffers(self) -> None:
         """Frees the buffers of updates in files if no shard needs them."""
@@ -526,26 +518,19 @@ class OffloadOptimizer(Optimizer):
 
     def state_bytes(self, shard: Shard) -> int:
         """Bytes of the states of a shard; 0 before its first update."""
-        return _nbytes(self._state_tensors(self.param_blocks.get(shard, ())))
+        return _state_bytes(self.param_blocks.get(shard, ()))
 
     def resident_state_bytes(self) -> int:
         """Bytes of the states of parameters that stay on the compute device; 0 before their first update."""
-        return _nbytes(self._state_tensors(self.resident_blocks))
+        return _state_bytes(self.resident_blocks)
 
     def states_in_use(self, shard: Shard) -> bool:
         """Whether other code has views of the states of a shard, besides the tensors themselves."""
         stored = 1 if shard.blocking_io else 0  # the block itself
-
-        own = [value for value in self._state_tensors(self.param_blocks.get(shard, ())) if not value.is_sparse]
+        blocks = self.param_blocks.get(shard, ())
+        own = [value for block in blocks for value in block.state_tensors() if not value.is_sparse]
         ours = Counter(value.untyped_storage().data_ptr() for value in own)
-        tensors = [value for value in own if value.dim()]
-        return any(storage_uses(value) > ours[value.untyped_storage().data_ptr()] + stored for value in tensors)
-
-    @staticmethod
-    def _state_tensors(param_blocks: Iterable[ParamBlock]) -> Iterator[Tensor]:
-        for param_block in param_blocks:
-            for state in param_block.states():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+        return any(storage_uses(x) > ours[x.untyped_storage().data_ptr()] + stored for x in own if x.dim())
 
     def prepare_move(self, shard: Shard, tier: Tier) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
         """Copies the states of a shard to ``tier``.
@@ -581,8 +566,8 @@ class OffloadOptimizer(Optimizer):
         return moved, commit
 
 
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+def _state_bytes(param_blocks: Iterable[ParamBlock]) -> int:
+    return sum(x.numel() * x.element_size() for block in param_blocks for x in block.state_tensors())
 
 
 def _check_model(model: Any, kind: Any) -> None:

@@ -10,7 +10,6 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +31,10 @@ from pipe.torch_private.tensors import multiply_all
 
 __all__ = [
     "ELEMENTWISE",
-    "HostParamBlock",
     "OptimizerFactory",
     "ParamBlock",
     "PartialUpdateError",
+    "States",
     "UpdateJob",
 ]
 
@@ -61,6 +60,10 @@ ELEMENTWISE = (
 )
 
 
+#: Of each parameter, by name.
+States = Sequence[Mapping[str, Any]]
+
+
 class PartialUpdateError(RuntimeError):
     """An update failed in the middle of its arithmetic: some tensors are updated, others are not."""
 
@@ -73,6 +76,11 @@ class OptimizerFactory:
     arguments: Mapping[str, Any]
     #: How states are stored; None: in full.
     form: StateForm | None = None
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the update of an element is known to depend on no other."""
+        return self.kind in ELEMENTWISE
 
     def options(self, options: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
         """Hyperparameters of a group; the fused kernel is chosen where the user did not choose."""
@@ -107,8 +115,8 @@ class UpdateJob:
     gradient_places: list[tuple[Block, int] | None] = field(default_factory=list)
     states_before: list[dict[str, Any] | None] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
-    #: What the class changed in its group, such as a count of steps; None before it has run.
-    group_changes: dict[str, Any] | None = None
+    #: What the class changed in its group, such as a count of steps.
+    group_changes: dict[str, Any] = field(default_factory=dict)
     #: Bytes read from files, and written to them.
     bytes_read: int = 0
     bytes_written: int = 0
@@ -147,43 +155,38 @@ class UpdateJob:
         return self.writes
 
 
-class ParamBlock(ABC):
-    """Parameters ``slices`` of ``shard``, all of the user's group with the index ``group``.
+@dataclass(eq=False)
+class ParamBlock:
+    """Parameters of a shard in memory: weights are updated where they rest, and states stay where torch made them."""
 
-    ``device``: where they are updated; None: where they are.
-    """
+    shard: Shard
+    slices: Sequence[Slice]
+    #: Index of the user's group to which all of them belong.
+    group: int
+    factory: OptimizerFactory
+    #: Where they are updated; None: where they are.
+    device: torch.device | None = None
+    optimizer: Optimizer | None = None
+    #: Why it cannot be updated any more.
+    stopped: PartialUpdateError | None = None
 
-    def __init__(
-        self,
-        shard: Shard,
-        slices: Sequence[Slice],
-        group: int,
-        factory: OptimizerFactory,
-        device: torch.device | None = None,
-    ) -> None:
-        self.shard = shard
-        self.slices = list(slices)
-        self.group = group
-        self.factory = factory
-        self.optimizer: Optimizer | None = None
+    def __post_init__(self) -> None:
         self._chosen: dict[str, Any] = {}
         #: Calls of the optimizer that the running update has completed, where it has several.
         self._parts_done = 0
-        #: Why it cannot be updated any more.
-        self.stopped: PartialUpdateError | None = None
         #: Values of the types and shapes of the parameters, in the memory of one element.
         self._blank = [
-            torch.zeros((), dtype=s.full_dtype, device=device or s.parameter.device).expand(s.parameter.shape)
+            torch.zeros((), dtype=s.full_dtype, device=self.device or s.parameter.device).expand(s.parameter.shape)
             for s in self.slices
         ]
         #: What the optimizer takes for the parameters; blank except in an update.
         self.proxies = [blank.detach() for blank in self._blank]
-        form = factory.form
+        form = self.factory.form
         #: Positions of the parameters whose states are stored in the form. They are encoded on the host.
         self.encoded = {
             k
             for k, s in enumerate(self.slices)
-            if form is not None and self.proxies[k].device.type == "cpu" and form.encodes(shard.whole_like(s))
+            if form is not None and self.proxies[k].device.type == "cpu" and form.encodes(self.shard.whole_like(s))
         }
 
     @property
@@ -213,7 +216,7 @@ class ParamBlock(ABC):
         chosen = dict(options[self.group]) if sparse else self.factory.options(options[self.group], self.proxies)
         if self.optimizer is None:
             # A class may read the values, or make states like them. Those of torch do not read them.
-            self._bind(decodes=self.factory.kind not in ELEMENTWISE or self.factory.kind is torch.optim.Adagrad)
+            self._bind(decodes=not self.factory.elementwise or self.factory.kind is torch.optim.Adagrad)
             try:
                 self.optimizer = self.factory.kind([{**chosen, "params": self.proxies}], **self.factory.arguments)
             finally:
@@ -245,8 +248,7 @@ class ParamBlock(ABC):
             raise
 
     def _tensors(self) -> list[Tensor]:
-        values = [value for state in self.states() for value in state.values()]
-        return [*self.proxies, *(value for value in values if isinstance(value, Tensor))]
+        return [*self.proxies, *self.state_tensors()]
 
     def _store_states(self) -> None:
         """Stores states that were made or loaded in full as they are between updates."""
@@ -268,7 +270,7 @@ class ParamBlock(ABC):
         if not weights and not any(self.proxies[k].grad is not None for k in self.encoded):
             optimizer.step()
             return
-        elementwise, form = self.factory.kind in ELEMENTWISE, self.factory.form
+        elementwise, form = self.factory.elementwise, self.factory.form
         step_encoded(step, optimizer.state, self.proxies, self.encoded, form, elementwise=elementwise, weights=weights)
 
     def check_dense(self, gradients: Sequence[Tensor | None]) -> None:
@@ -286,17 +288,16 @@ class ParamBlock(ABC):
 
         Raises PartialUpdateError if it keeps a state that belongs to no parameter, which ``state_dict()`` would lack.
         """
-        state = {} if self.optimizer is None else self.optimizer.state
+        assert self.optimizer is not None
+        state, chosen = self.optimizer.state, self._chosen
         if len(state) != sum(proxy in state for proxy in self.proxies):
             raise PartialUpdateError(
                 f"{self.factory.kind.__name__} keeps states that belong to no parameter, but shards are updated one "
                 f"after the other: take a class that treats each parameter by itself. Load the last checkpoint"
             )
-        group = {} if self.optimizer is None else self.optimizer.param_groups[0]
-        chosen = self._chosen
         return {
             key: value
-            for key, value in options_of(group).items()
+            for key, value in options_of(self.optimizer.param_groups[0]).items()
             if key not in chosen or (value is not chosen[key] and not same_option(value, chosen[key]))
         }
 
@@ -305,7 +306,11 @@ class ParamBlock(ABC):
         state = {} if self.optimizer is None else self.optimizer.state
         return [state.get(proxy, {}) for proxy in self.proxies]
 
-    def load_states(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+    def state_tensors(self) -> list[Tensor]:
+        """The tensors among the states of all parameters."""
+        return [value for state in self.states() for value in state.values() if isinstance(value, Tensor)]
+
+    def load_states(self, states: States, options: Sequence[Mapping[str, Any]]) -> None:
         """Replaces all states with the class's own ``load_state_dict``; the tensors are copied."""
         previous, self.optimizer = self.optimizer, None
         try:
@@ -325,9 +330,7 @@ class ParamBlock(ABC):
             self.optimizer = previous
             raise
 
-    def adopt_states(
-        self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[Tensor, Tensor]]:
+    def adopt_states(self, states: States, options: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """Takes over states of other param blocks, the same tensors. Returns those that move, with their new memory."""
         optimizer = self.prepare(options)
         for proxy, state in zip(self.proxies, states, strict=True):
@@ -348,19 +351,11 @@ class ParamBlock(ABC):
         """The blocks that :meth:`run` will read."""
         return ()
 
-    @abstractmethod
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
-        """Updates the parameters; the last writes may still be running.
+        """Updates the parameters; in files the last writes may still be running.
 
         ``slot`` is memory that already holds the shard's home, or None; ``upcoming`` returns what the next jobs read.
         """
-
-
-class HostParamBlock(ParamBlock):
-    """A param block in memory: weights are updated where they rest, and states stay where torch made them."""
-
-    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
-        """Updates the parameters in place."""
         self.prepare(job.options, sparse=job.sparse)
         pairs = zip(job.gradients, self.proxies, strict=True)
         gradients = [None if g is None else copied_to(g, p.device) for g, p in pairs]
@@ -389,7 +384,7 @@ class HostParamBlock(ParamBlock):
         Rounded gradients are widened in memory that no plan knows of, so one parameter's at a time.
         """
         chosen = [k for k, gradient in enumerate(gradients) if gradient is not None]
-        if self.factory.kind not in ELEMENTWISE:
+        if not self.factory.elementwise:
             return [chosen]
         together = [k for k in chosen if k not in rounded]
         return [part for part in (together, *([k] for k in rounded)) if part]
@@ -404,7 +399,9 @@ class HostParamBlock(ParamBlock):
 
     def _encoded_weights(self, job: UpdateJob) -> dict[int, EncodedWeights]:
         return {
-            k: EncodedWeights(s, in_order(self.shard.home_view(s)), self.shard.lower_view(s), s.like(), job.step)
+            k: EncodedWeights(
+                s.form, s.name, in_order(self.shard.home_view(s)), self.shard.lower_view(s), s.like(), job.step
+            )
             for k, s in enumerate(self.slices)
             if s.form is not None and job.gradients[k] is not None
         }

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from offload.optim import dynamic_map
 from offload.optim.dynamic_map import BLOCK
 from offload.storage.buffer import thread_memory
 from offload.storage.contract import in_order
-from offload.streaming.slices import Slice
 
 __all__ = [
     "FULL",
@@ -52,7 +50,9 @@ __all__ = [
 LEAST_ELEMENTS = 4096
 
 _CODES, _SCALES = ":8bit", ":scales"
-_NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
+
+#: Returns memory of a name for so many elements of a type, flat: that of the thread, or another each time.
+Memory = Callable[[Hashable, int, torch.dtype], Tensor]
 
 
 def elements_per_entry(name: str) -> int:
@@ -100,11 +100,11 @@ class StateForm:
         """The names of the tensors that store a state."""
         return [key]
 
-    def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype) -> Tensor:
-        """The elements ``part``, flat; valid until the thread decodes a state of this name again."""
+    def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype, memory: Memory) -> Tensor:
+        """The elements ``part``, flat, where they are or in ``memory``."""
         if self.dtype is None:
             return in_order(state[key])[part]
-        values = thread_memory(("state", key), part.stop - part.start, dtype)
+        values = memory(("state", key), part.stop - part.start, dtype)
         self.read(key, state, part, values)
         return values
 
@@ -118,16 +118,12 @@ class StateForm:
         if place.data_ptr() != values.data_ptr():
             place.copy_(values)
 
-    def encode(self, state: dict[str, Any], parameter: Tensor, stored: Mapping[str, Tensor] = _NO_TENSORS) -> None:
-        """Replaces the states in full of a parameter that this form encodes, in the tensors that are ``stored``."""
-        known = dict(stored)
+    def encode(self, state: dict[str, Any], parameter: Tensor) -> None:
+        """Replaces the states in full of a parameter that this form encodes."""
         for key in [key for key, value in state.items() if is_full(value, parameter)]:
-            if self.names(key)[0] not in known:
-                known.update(self.allocate(key, parameter))
-            flat = state.pop(key).detach().contiguous().view(-1)
-            for part in pieces(flat.numel()):
-                self.write(key, known, part, flat[part])
-        state.update(known)
+            values = state.pop(key).detach().contiguous().view(-1)
+            state.update(self.allocate(key, parameter))
+            self.write(key, state, slice(0, values.numel()), values)
 
 
 class _EightBits(StateForm):
@@ -187,8 +183,7 @@ def in_full(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         for key in form.keys(state, parameter):
             stored = {name: found.pop(name).contiguous() for name in form.names(key)}
             values = found[key] = torch.empty(parameter.shape, dtype=parameter.dtype)
-            for part in pieces(values.numel()):
-                form.read(key, stored, part, values.view(-1)[part])
+            form.read(key, stored, slice(0, values.numel()), values.view(-1))
     return found
 
 
@@ -229,7 +224,9 @@ def _described(value: Any) -> str:
 class EncodedWeights:
     """The weights of one proxy where they are stored in a form: its parameter's, or a part of it; all flat."""
 
-    parameter: Slice
+    form: WeightForm
+    #: Of the parameter.
+    name: str
     #: bfloat16; int16 or None.
     upper: Tensor
     lower: Tensor | None
@@ -241,15 +238,9 @@ class EncodedWeights:
     #: The upper values as float32, in a slot, which are read from there and stored there as well.
     wide: Tensor | None = None
 
-    @property
-    def form(self) -> WeightForm:
-        """That in which the parameter is stored."""
-        assert self.parameter.form is not None
-        return self.parameter.form
-
-    def read(self, part: slice) -> Tensor:
-        """The values of the elements ``part``; valid until the thread reads others."""
-        values = thread_memory("weights", part.stop - part.start, torch.float32)
+    def read(self, part: slice, memory: Memory) -> Tensor:
+        """The values of the elements ``part``, in ``memory``."""
+        values = memory("weights", part.stop - part.start, torch.float32)
         if self.wide is not None:
             self.upper[part] = self.wide[part]
         self.form.decode(self.upper[part], None if self.lower is None else self.lower[part], values)
@@ -258,7 +249,7 @@ class EncodedWeights:
     def write(self, part: slice, values: Tensor) -> None:
         """Stores the updated values of the elements ``part``; overwrites ``values``."""
         lower, begin = None if self.lower is None else self.lower[part], self.begin + part.start
-        self.form.store(values, self.upper[part], lower, step=self.step, name=self.parameter.name, begin=begin)
+        self.form.store(values, self.upper[part], lower, step=self.step, name=self.name, begin=begin)
         if self.wide is not None:
             self.wide[part] = self.upper[part]
 
@@ -281,59 +272,78 @@ def step_encoded(
     tensors from before, though after the first call some of their elements may be new.
     """
     chosen = [k for k, p in enumerate(proxies) if (k in encoded or k in weights) and p.grad is not None]
-    if not elementwise:
-        _step_whole(step, states, proxies, [k for k in chosen if k in encoded], form, weights)
-        return
-    gradients = {k: proxies[k].grad for k in chosen}
-    for k in chosen:
-        proxies[k].grad = None
-    others = [p for p in proxies if p.grad is not None]
-    if others:
-        step()
-    for p in others:
-        p.grad = None  # they are updated, once
-    for k, gradient in gradients.items():
-        used = form if k in encoded else FULL
-        assert gradient is not None
-        assert used is not None
-        _step_in_pieces(step, states, proxies[k], gradient, used, weights.get(k))
-
-
-def _step_in_pieces(
-    step: Callable[[], None],
-    states: dict[Tensor, Any],
-    proxy: Tensor,
-    gradient: Tensor,
-    form: StateForm,
-    stored_weights: EncodedWeights | None,
-) -> None:
-    whole, before = proxy.data, states[proxy]
-    like = whole if stored_weights is None else stored_weights.like
-    others, stored = _split(before, whole, form)
-    keys = form.keys(stored, whole)
-    if form is FULL:
-        stored.update((key, _laid_out(stored[key], like)) for key in keys)
-    flat = in_order(_laid_out(gradient, like))
-    after = before
+    rest = FULL if elementwise else None
+    all_encoded = [_Encoded(states, proxies[k], form if k in encoded else rest, weights.get(k)) for k in chosen]
     try:
-        for part in pieces(whole.numel()):
-            proxy.data = in_order(whole)[part] if stored_weights is None else stored_weights.read(part)
-            proxy.grad = flat[part]
-            state = states[proxy] = copied(others)
-            for key in keys:
-                state[key] = form.decoded(key, stored, part, whole.dtype)
+        if not elementwise:
+            for each in all_encoded:
+                each.decode(each.all, lambda name, count, dtype: torch.empty(count, dtype=dtype))
             step()
-            for key in [key for key, value in state.items() if is_full(value, proxy)]:
-                if form.names(key)[0] not in stored:
-                    stored.update(form.allocate(key, like))
-                form.write(key, stored, part, state.pop(key))
-            if stored_weights is not None:
-                stored_weights.write(part, proxy.data)
-        after = {**state, **stored}
-    finally:
-        proxy.grad = None
-        proxy.data = whole
-        states[proxy] = after
+            for each in all_encoded:
+                each.encode(each.all)
+                each.end()
+            return
+        for each in all_encoded:
+            each.proxy.grad = None
+        others = [p for p in proxies if p.grad is not None]
+        if others:
+            step()
+        for p in others:
+            p.grad = None  # they are updated, once
+        for each in all_encoded:
+            for part in pieces(each.all.stop):
+                each.decode(part, thread_memory)
+                step()
+                each.encode(part)
+            each.end()
+    except BaseException:
+        states.update((each.proxy, each.before) for each in all_encoded)
+        raise
+
+
+class _Encoded:
+    """One parameter of an update: parts of it, flat, or all of it are decoded into its proxy, and encoded again."""
+
+    def __init__(
+        self, states: dict[Tensor, Any], proxy: Tensor, form: StateForm | None, weights: EncodedWeights | None
+    ) -> None:
+        assert proxy.grad is not None
+        self.states, self.proxy, self.form, self.weights = states, proxy, form, weights
+        self.whole, self.before, self.all = proxy.data, states[proxy], slice(0, proxy.numel())
+        self.like = self.whole if weights is None else weights.like
+        self.others, self.stored = _split(self.before, self.whole, form)
+        self.keys = [] if form is None else form.keys(self.stored, self.whole)
+        if form is FULL:
+            self.stored.update((key, _laid_out(self.stored[key], self.like)) for key in self.keys)
+        self.gradient = in_order(_laid_out(proxy.grad, self.like))
+
+    def decode(self, part: slice, memory: Memory) -> None:
+        weights = in_order(self.whole)[part] if self.weights is None else self.weights.read(part, memory)
+        self.proxy.data = self._shaped(weights, part)
+        self.proxy.grad = self._shaped(self.gradient[part], part)
+        if self.form is not None:
+            state = self.states[self.proxy] = copied(self.others)
+            for key in self.keys:
+                values = self.form.decoded(key, self.stored, part, self.whole.dtype, memory)
+                state[key] = self._shaped(values, part)
+
+    def _shaped(self, flat: Tensor, part: slice) -> Tensor:
+        return flat.as_strided(self.like.shape, self.like.stride()) if part is self.all else flat
+
+    def encode(self, part: slice) -> None:
+        state = self.states[self.proxy]
+        for key in [key for key, value in state.items() if self.form is not None and is_full(value, self.proxy)]:
+            assert self.form is not None
+            if self.form.names(key)[0] not in self.stored:
+                self.stored.update(self.form.allocate(key, self.like))
+            self.form.write(key, self.stored, part, state.pop(key).detach().contiguous().view(-1))
+        if self.weights is not None:
+            self.weights.write(part, in_order(self.proxy.data))
+
+    def end(self) -> None:
+        self.proxy.grad = None
+        self.proxy.data = self.whole
+        self.states[self.proxy].update(self.stored)
 
 
 def _laid_out(dense: Tensor, like: Tensor) -> Tensor:
@@ -341,38 +351,6 @@ def _laid_out(dense: Tensor, like: Tensor) -> Tensor:
     if dense.stride() == like.stride():
         return dense
     return torch.empty_strided(like.shape, like.stride(), dtype=dense.dtype).copy_(dense)
-
-
-def _step_whole(
-    step: Callable[[], None],
-    states: dict[Tensor, Any],
-    proxies: Sequence[Tensor],
-    encoded: Sequence[int],
-    form: StateForm | None,
-    weights: Mapping[int, EncodedWeights],
-) -> None:
-    for k, stored_weights in weights.items():
-        values = torch.empty_strided(stored_weights.like.shape, stored_weights.like.stride())
-        for part in pieces(values.numel()):
-            in_order(values)[part] = stored_weights.read(part)
-        gradient, proxies[k].grad = proxies[k].grad, None
-        proxies[k].data, proxies[k].grad = values, gradient
-    before = {proxies[k]: states[proxies[k]] for k in encoded}
-    split = {p: _split(state, p, form) for p, state in before.items()}
-    try:
-        for p, (others, stored) in split.items():
-            states[p] = in_full({**copied(others), **stored}, p)
-        step()
-        for p, (_, stored) in split.items():
-            assert form is not None
-            form.encode(states[p], p, stored)
-    except BaseException:
-        states.update(before)
-        raise
-    for k, stored_weights in weights.items():
-        values = in_order(proxies[k].data)
-        for part in pieces(values.numel()):
-            stored_weights.write(part, values[part])
 
 
 def _split(

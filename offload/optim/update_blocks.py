@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from offload.optim.groups import options_of
 from offload.optim.io_buffers import IO_BUFFERS, MOST_STATES
 from offload.optim.param_block import ELEMENTWISE
 from offload.optim.state_forms import StateForm
@@ -105,9 +106,8 @@ def states_kept(kind: type[Optimizer], groups: Iterable[Mapping[str, Any]]) -> i
     for group in groups:
         number = torch.nn.Parameter(torch.zeros(2))
         number.grad = torch.zeros(2)
-        plain = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
-        options = {key: plain.get(key, value) for key, value in group.items() if key not in ("params", "param_names")}
-        optimizer: Any = kind([{**options, "params": [number]}])
+        plain = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
+        optimizer: Any = kind([{**options_of(group), **plain, "params": [number]}])
         optimizer.step()
         kept = optimizer.state[number].values()
         most = max(most, sum(isinstance(value, torch.Tensor) and value.shape == number.shape for value in kept))

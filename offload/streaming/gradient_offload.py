@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from offload.storage import Block, Tier
 from offload.storage.buffer import has_own_memory
 from offload.storage.contract import bytes_of
-from offload.streaming.contract import UpdaterInBackward
 from offload.streaming.grad_norm import attach_norm, norm_of, norm_of_pieces, pieces_of
 from offload.streaming.lane import Arrival, CopyLane
-from offload.streaming.optimizers import Optimizers
+from offload.streaming.optimizers import InBackward, Optimizers
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from offload.streaming.stored_gradients import GradientTypes, set_gradient
@@ -55,7 +54,7 @@ class GradientOffload:
         #: Norms of gradients that are being copied.
         self._norms: dict[nn.Parameter, Tensor] = {}
         #: The optimizer that updates shards in this backward, if any, and the gradients of shards not yet updated.
-        self._updater: UpdaterInBackward | None = None
+        self._updater: InBackward | None = None
         self._updates = False
         self._unfinished: dict[Shard, dict[Slice, Tensor]] = {}
         #: The updates of this backward that write to a slot, by its address, until another shard fills it.

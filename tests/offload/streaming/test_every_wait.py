@@ -200,7 +200,7 @@ NEEDS: dict[Scenario, list[str]] = {
     training.updates_in_backward_see_complete_gradients: [
         "streaming.gradient_offload GradientOffload.update: "
         "self._updater.complete(shard, kept, slot, after=[arrival for arrival, _, _ in self._drains])",
-        "optim.update InBackward.complete: update.start(slot, after=after, holds=True)",
+        "streaming.optimizers InBackward.complete: update.start(slot, after=after, holds=True)",
         "optim.update Update.start: "
         "self.lane.submit(f'{self.letter}{self.shard.index}', partial(self._run, slot, filling), after)",
     ],
