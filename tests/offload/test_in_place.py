@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, offload
-from tests.offload.blocks.towers import Model, assert_equal, loss_of, make, words
+from tests.offload.blocks.towers import Model, loss_of, make, words
+from tests.offload.side_by_side import assert_equal, drawn
 
 BLOCKS = "encoder.layer"
 
@@ -30,13 +31,9 @@ def layers(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
     return kind(*(nn.Linear(4, 4) for _ in range(3)))
 
 
-def inputs() -> Tensor:
-    return torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
-
-
 def step(model: Any) -> Tensor:
     torch.manual_seed(3)
-    loss = loss_of(model(words())) if isinstance(model, Model) else model(inputs()).square().sum()
+    loss = loss_of(model(words())) if isinstance(model, Model) else model(drawn(1, 2, 4)).square().sum()
     loss.backward()
     return loss.detach()
 

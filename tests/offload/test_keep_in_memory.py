@@ -25,15 +25,13 @@ def trained(folder: Path, name: str = "momentum") -> Pair:
     """After a step, with gradients, and the first two of four shards in memory."""
     pair = Pair(name, f"{folder}/")
     pair.model._homes.keep_in_memory([0, 1])
-    for action in ("backward", "step", "zero", "backward"):
-        pair.do(action)
+    pair.do("backward", "step", "zero", "backward")
     pair.ours.synchronize()
     return pair
 
 
 def step(pair: Pair) -> None:
-    for action in ("zero", "backward", "step"):
-        pair.do(action)
+    pair.do("zero", "backward", "step")
     pair.assert_equal()
 
 

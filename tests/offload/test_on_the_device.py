@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from offload import OffloadModel, OffloadOptimizer
 from offload.storage import DeviceTier
 from tests.offload import zoo
-from tests.offload.blocks.towers import assert_equal
 from tests.offload.device_count import counted_and_predicted
+from tests.offload.side_by_side import assert_equal, drawn, offloaded, train
 
 pytestmark = pytest.mark.usefixtures("own_memory")
 
@@ -29,29 +29,14 @@ def stack() -> nn.Sequential:
     return nn.Sequential(*blocks)
 
 
-def batch(k: int, rows: int = ROWS) -> Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(k))
-
-
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, rows: int = ROWS, clip: float | None = None
-) -> list[float]:
-    losses = []
-    for k in steps:
-        optimizer.zero_grad()
-        loss = model(batch(k, rows)).square().mean()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def batches(steps: range, rows: int = ROWS) -> list[Tensor]:
+    return [drawn(k, rows, WIDTH) for k in steps]
 
 
 def pair(home: str, memory: Any, kind: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, Any, OffloadModel, Any]:
     """Layers and their optimizer, and both as they are offloaded."""
     bare = stack()
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory=memory)
+    model = offloaded(bare, home, DEPTH, checkpoint_activation=None, memory=memory)
     fused: dict[str, Any] = {"fused": True} if kind in (torch.optim.AdamW, torch.optim.Adagrad) else {}
     return bare, kind(bare.parameters(), lr=1e-2, **fused), model, OffloadOptimizer(model, kind, lr=1e-2, **options)
 
@@ -64,10 +49,10 @@ def there(model: OffloadModel) -> list[int]:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])
 def test_all_of_a_model_that_fits_rests_there_and_nothing_is_loaded(kind: Any, home: str) -> None:
     bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"}, kind)
-    assert train(model, ours, range(3)) == train(bare, plain, range(3))
+    assert train(model, ours, batches(range(3))) == train(bare, plain, batches(range(3)))
     assert there(model) == [*range(DEPTH)]
     before = model.statistics()
-    assert train(model, ours, range(3, 6)) == train(bare, plain, range(3, 6))
+    assert train(model, ours, batches(range(3, 6))) == train(bare, plain, batches(range(3, 6)))
     after = model.statistics()
     assert (after.shard_loads, after.bytes_loaded) == (before.shard_loads, before.bytes_loaded)
     assert_equal(bare, model)
@@ -75,7 +60,7 @@ def test_all_of_a_model_that_fits_rests_there_and_nothing_is_loaded(kind: Any, h
 
 def test_of_a_model_that_does_not_fit_a_part_rests_there(home: str) -> None:
     bare, plain, model, ours = pair(home, {"device": 2 * STATES // 3, "host": "1GiB"}, max_norm=0.1)
-    assert train(model, ours, range(8)) == train(bare, plain, range(8), clip=0.1)
+    assert train(model, ours, batches(range(8))) == train(bare, plain, batches(range(8)), clip=0.1)
     resting = len(there(model))
     assert 0 < resting < DEPTH
     assert_equal(bare, model)
@@ -87,17 +72,17 @@ def test_of_a_model_that_does_not_fit_a_part_rests_there(home: str) -> None:
 def test_a_first_batch_that_does_not_fit_is_refused_before_anything_moves(home: str) -> None:
     _, _, model, _ = pair(home, {"device": STATES, "host": "1GiB"})
     with pytest.raises(ValueError, match=r"the first batch has .* more than memory=1,966,080"):
-        model(batch(0, (4 << 20) // (4 * WIDTH)))
+        model(torch.ones((4 << 20) // (4 * WIDTH), WIDTH))
     assert model.statistics().shard_loads == 0
-    assert model(batch(0)).shape == (ROWS, WIDTH)
+    assert model(torch.ones(ROWS, WIDTH)).shape == (ROWS, WIDTH)
 
 
 def test_a_longer_batch_sends_shards_home_again(home: str) -> None:
     bare, plain, model, ours = pair(home, {"device": 2 * STATES, "host": "1GiB"})
-    assert train(model, ours, range(3)) == train(bare, plain, range(3))
+    assert train(model, ours, batches(range(3))) == train(bare, plain, batches(range(3)))
     assert there(model) == [*range(DEPTH)]
-    rows = STATES // (16 * WIDTH * 4)
-    assert train(model, ours, range(3, 6), rows=rows) == train(bare, plain, range(3, 6), rows=rows)
+    longer = batches(range(3, 6), STATES // (16 * WIDTH * 4))
+    assert train(model, ours, longer) == train(bare, plain, longer)
     assert len(there(model)) < DEPTH
     assert_equal(bare, model)
 
@@ -135,7 +120,7 @@ def test_casts_of_autocast_and_gradients_that_wait_for_an_update_in_backward_are
     def counted(limit: int) -> tuple[int, int]:
         _, _, model, ours = pair("cpu", {"device": limit, "host": "1GiB"}, update_in_backward=in_backward)
         autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=casts)
-        return counted_and_predicted(model, ours, batch(0, 2 * ROWS), autocast)
+        return counted_and_predicted(model, ours, torch.ones(2 * ROWS, WIDTH), autocast)
 
     _, everything = counted(1 << 30)
     for share in (1.0, 0.8, 0.7, 0.6, 0.5):

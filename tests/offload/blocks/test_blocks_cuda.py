@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from offload import OffloadModel, OffloadOptimizer
-from tests.offload.blocks.towers import close, loss_of, make, words
+from tests.offload.blocks.towers import loss_of, make, words
+from tests.offload.side_by_side import close
 
 pytestmark = [
     pytest.mark.cuda,

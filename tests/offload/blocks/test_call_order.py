@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from offload import OffloadOptimizer
 from tests.offload.blocks import towers
-from tests.offload.blocks.towers import WIDTH, Block, assert_equal
+from tests.offload.blocks.towers import WIDTH, Block
 from tests.offload.planning.proof import validate
+from tests.offload.side_by_side import advance, assert_equal, drawn
 
 NAMES = ("down", "up")
 COUNT = 3
@@ -56,8 +57,8 @@ class Tower(nn.Module):
 wrap = partial(towers.wrap, blocks=NAMES)
 
 
-def batch(seed: int, rows: int = 4) -> Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+def batch(seed: int) -> Tensor:
+    return drawn(seed, 4, WIDTH)
 
 
 def step(model: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
@@ -98,9 +99,7 @@ def test_steps_are_bit_equal_in_any_order_of_calls(calls: str, choices: dict[str
         if not in_backward:
             assert_equal(bare, model)
         validate(model.plan())
-        for each in (reference, optimizer):
-            each.step()
-            each.zero_grad()
+        advance(reference, optimizer)
         optimizer.synchronize()
         assert_equal(bare, model)
     with torch.no_grad():
@@ -147,9 +146,7 @@ def test_a_parameter_that_blocks_share_may_be_called_before_the_block_that_store
     for seed in range(3):
         assert_step_equal(bare, model, seed)
         assert_equal(bare, model)
-        for each in (reference, optimizer):
-            each.step()
-            each.zero_grad()
+        advance(reference, optimizer)
     del optimizer
     early = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
     if calls == "interleaved":  # the block that stores it is called first

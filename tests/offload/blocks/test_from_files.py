@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer, init_empty_weights
-from tests.offload.blocks.towers import WIDTH, Model, assert_equal, loss_of, make, step, words
+from tests.offload.blocks.towers import WIDTH, Model, loss_of, make, step, words
 from tests.offload.persistent import everything
+from tests.offload.side_by_side import assert_equal
 from tests.programs import run_program
 
 

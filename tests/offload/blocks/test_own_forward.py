@@ -20,13 +20,12 @@ from tests.offload.blocks.towers import (
     WIDTH,
     WORDS,
     Block,
-    assert_equal,
-    close,
     make,
     step,
     words,
     wrap,
 )
+from tests.offload.side_by_side import assert_equal, close
 
 BLOCKS = "encoder.layer"
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.planning.budget import shown_bytes
 from tests.offload.blocks import towers
-from tests.offload.blocks.towers import WIDTH, assert_equal, make, step, words
+from tests.offload.blocks.towers import WIDTH, make, step, words
+from tests.offload.side_by_side import advance, assert_equal, train
 
 ALL = ["words", "encoder.layer", "head"]
 
@@ -23,14 +24,12 @@ def test_a_checkpoint_moves_between_models_whose_embedding_streams_and_stays(tmp
     optimizers = [OffloadOptimizer(model, torch.optim.AdamW, lr=0.01) for model in models]
     for first, second in ((0, 1), (1, 0)):
         step(models[first])
-        optimizers[first].step()
-        optimizers[first].zero_grad()
+        advance(optimizers[first])
         save_checkpoint(tmp_path / str(first) / "saved", models[first], optimizers[first])
         load_checkpoint(tmp_path / str(first) / "saved", models[second], optimizers[second])
         for model, optimizer in zip(models, optimizers, strict=True):
             step(model, first)
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
         assert_equal(*models)
 
 
@@ -73,10 +72,8 @@ def test_a_limit_below_what_stays_makes_shards_of_the_largest_modules(tied: bool
     assert model._homes.blocks == ["words", *BLOCKS, "head"]
     ours, theirs = OffloadOptimizer(model, torch.optim.AdamW), torch.optim.AdamW(bare.parameters(), fused=True)
     for seed in range(5):
-        for each, optimizer in ((bare, theirs), (model, ours)):
-            each(words(seed=seed)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        assert train(model, ours, [words(seed=seed)]) == train(bare, theirs, [words(seed=seed)])
+        ours.synchronize()
         assert_equal(bare, model)
     other = copy.deepcopy(model)
     assert other._homes.blocks == model._homes.blocks

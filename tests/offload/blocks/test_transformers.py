@@ -5,7 +5,6 @@ In an environment of their own (``tests/with_transformers.sh``), where these are
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
-from tests.offload.blocks.towers import assert_equal
+from tests.offload.side_by_side import assert_equal, offloaded
 
 tf: Any = pytest.importorskip("transformers", reason="needs transformers: pip install transformers peft")
 
@@ -136,11 +135,6 @@ def make(family: Family) -> Any:
     return family.make().train()
 
 
-def wrap(bare: nn.Module, blocks: Any, home: Any = "cpu", *, recompute: bool = True, **more: Any) -> Any:
-    choices = {"checkpoint_activation": recompute, "blocks": blocks, **more}
-    return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
-
-
 def assert_steps_equal(bare: Any, model: Any, family: Family) -> None:
     for k in range(2):
         found = []
@@ -159,7 +153,7 @@ def assert_steps_equal(bare: Any, model: Any, family: Family) -> None:
 @pytest.mark.parametrize("recompute", [True, False])
 def test_steps_are_those_of_the_plain_model(family: Family, recompute: bool) -> None:
     bare = make(family)
-    model = wrap(bare, family.blocks, recompute=recompute)
+    model = offloaded(bare, blocks=family.blocks, checkpoint_activation=recompute)
     assert isinstance(model, type(bare))
     assert list(model.state_dict()) == list(bare.state_dict())
     assert_steps_equal(bare, model, family)
@@ -168,7 +162,7 @@ def test_steps_are_those_of_the_plain_model(family: Family, recompute: bool) -> 
 @everywhere
 def test_chunks_of_different_lengths_take_one_visit(family: Family, tmp_path: Path) -> None:
     bare = make(family).eval()  # dropout would be drawn block by block
-    model = wrap(bare, family.blocks, tmp_path)
+    model = offloaded(bare, tmp_path, blocks=family.blocks)
     chunks = [((), family.inputs(k)) for k in range(3)]
     outputs = model.forward_chunks(chunks, output_fn=loss_of)
     torch.autograd.backward(outputs, [torch.tensor(k + 1.0) for k in range(3)])
@@ -199,7 +193,7 @@ def lora(bare: Any) -> Any:
 @everywhere
 def test_adapters_train_over_a_base_that_is_only_read(family: Family, tmp_path: Path) -> None:
     bare = lora(make(family))
-    model = wrap(bare, _blocks_in(bare, family.blocks), tmp_path)
+    model = offloaded(bare, tmp_path, blocks=_blocks_in(bare, family.blocks))
     assert_steps_equal(bare, model, family)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     before = [p.clone() for p in frozen]
@@ -222,7 +216,7 @@ def test_generation_uses_caches(name: str) -> None:
     bare.eval().config.use_cache = True
     bare.generation_config.use_cache = True
     bare.generation_config.decoder_start_token_id = 1
-    model = wrap(bare, family.blocks)
+    model = offloaded(bare, blocks=family.blocks)
     inputs = text(0)
     expected = bare.generate(**inputs, max_new_tokens=5, do_sample=False)
     assert torch.equal(model.generate(**inputs, max_new_tokens=5, do_sample=False), expected)
@@ -231,7 +225,7 @@ def test_generation_uses_caches(name: str) -> None:
 def test_a_cache_with_gradients_takes_them_and_none_is_made_unasked() -> None:
     torch.manual_seed(0)
     bare = tf.LlamaModel(tf.LlamaConfig(**{**DECODER, "use_cache": True}))
-    model = wrap(bare, "layers")
+    model = offloaded(bare, blocks="layers")
     assert model(**text(0)).past_key_values is None
     for each in (bare, model):
         torch.manual_seed(1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadModel
+from tests.offload.side_by_side import offloaded
 
 WIDTH, WORDS = 8, 20
 
@@ -83,8 +82,7 @@ def make(blocks: int = 4, dropout: float = 0.1, seed: int = 0) -> Model:
 
 def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
     """A copy of a model, offloaded; its blocks are recomputed."""
-    choices = {"checkpoint_activation": True, "blocks": "encoder.layer", **choices}
-    return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
+    return offloaded(bare, home, **{"blocks": "encoder.layer", **choices})
 
 
 def words(rows: int = 3, length: int = 5, seed: int = 1) -> Tensor:
@@ -102,23 +100,3 @@ def step(model: nn.Module, seed: int = 3, **inputs: Any) -> tuple[Tensor, Tensor
     loss = loss_of(model(**{"words": words(), **inputs}))
     loss.backward()
     return loss.detach(), torch.get_rng_state()
-
-
-def close(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors differ only by the order of sums."""
-    return bool((a - b).abs().max() <= 1e-5 * a.abs().max().clamp(min=1))
-
-
-def assert_equal(bare: nn.Module, model: nn.Module, *, exact: bool = True) -> None:
-    """Parameters, gradients and buffers, by name."""
-    ours = dict(model.named_parameters())
-    for name, p in bare.named_parameters():
-        q = ours[name]
-        assert (p.grad is None) == (q.grad is None), name
-        for a, b in ((p, q), (p.grad, q.grad)):
-            if a is None or b is None:
-                continue
-            assert torch.equal(a, b) if exact else close(a, b), name
-    buffers = dict(model.named_buffers())
-    for name, buffer in bare.named_buffers():
-        assert torch.equal(buffer, buffers[name]), name

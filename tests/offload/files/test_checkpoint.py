@@ -92,8 +92,7 @@ def test_other_tools_read_it(tmp_path: Path, home: str) -> None:
     from safetensors.torch import load_file
 
     pair = Pair("adamw", home, kinds=("batchnorm", "linear"))
-    pair.do("backward")
-    pair.do("step")
+    pair.do("backward", "step")
     save_checkpoint(tmp_path, pair.model, pair.ours, file_bytes=500)
     index = json.loads((tmp_path / INDEX).read_text())
     state = pair.model.state_dict()

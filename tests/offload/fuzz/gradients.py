@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.offload.fuzz.passes import loss_of
 from tests.offload.fuzz.program import Statement
@@ -83,22 +84,25 @@ class Clip(Statement):
         return torch.nn.utils.clip_grad_norm_(world.model.parameters(), self.most)
 
 
-def step(world: World) -> None:
-    """One step of the optimizer, clipped as the setup says. A step that clips takes the gradients away."""
-    setup = world.setup
-    if setup.max_norm is not None and not (world.ours and setup.updates == "offload"):
+def step(world: World) -> Tensor | None:
+    """One step of the optimizer, clipped as the setup says, which takes the gradients away; returns the norm."""
+    setup, norm = world.setup, None
+    by_optimizer = world.ours and setup.updates == "offload"
+    if setup.max_norm is not None and not by_optimizer:
         members = [p for group in world.optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(members, setup.max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(members, setup.max_norm)
     world.optimizer.step()
     if setup.max_norm is not None:
+        norm = world.optimizer.last_norm if by_optimizer else norm
         world.optimizer.zero_grad()
+    return norm
 
 
 class Step(Statement):
     """``optimizer.step()``."""
 
-    def run(self, world: World) -> None:
-        step(world)
+    def run(self, world: World) -> Any:
+        return step(world)
 
 
 class TrainStep(Statement):
@@ -118,11 +122,11 @@ class TrainStep(Statement):
             else:
                 loss.backward()
             losses.append(loss.detach())
-        step(world)
+        norm = step(world)
         world.optimizer.zero_grad(set_to_none=self.set_to_none)
         if world.setup.updates == "backward":
             world.optimizer.zero_grad()
-        return losses
+        return losses, norm
 
 
 class NewOptimizer(Statement):

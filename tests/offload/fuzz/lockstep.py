@@ -70,6 +70,7 @@ def run(program: Program) -> Outcome:
         patch.setattr(os, "fsync", lambda descriptor: None)  # no process is killed here
         if program.setup.device is not None:
             patch.setattr("offload.storage.buffer.IN_HOST_MEMORY", frozenset[str]())
+        patch.setattr("offload.optim.update_blocks.MAX_BLOCK_BYTES", program.setup.block_bytes)
         if program.setup.late:
             run_late(patch, program.setup.late)
             patch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(3))

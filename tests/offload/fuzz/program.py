@@ -46,6 +46,10 @@ class Setup:
     optimizer: str = "sgd"
     #: How ours updates: "plain" by that class itself, "offload" by OffloadOptimizer, "backward" by update_in_backward.
     updates: str = "plain"
+    #: Whether biases are a group with a rate of their own.
+    grouped: bool = False
+    #: The most bytes that are updated at once.
+    block_bytes: int = 8 << 20
     #: Clip by global norm in each step; with "offload" as ``max_norm``.
     max_norm: float | None = None
     #: Copies arrive as late as they may, in the order of this seed, and slots hold NaN until they are filled; 0: no.

@@ -22,6 +22,7 @@ from tests.offload.fuzz.blocks import LISTS
 from tests.offload.fuzz.models import IDS, build
 from tests.offload.fuzz.program import Setup
 from tests.offload.fuzz.sizes import ROWS, WIDTH
+from tests.offload.pair import CLASSES
 
 
 class Averaging(torch.optim.SGD):
@@ -53,11 +54,7 @@ class Changing(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.05}),
-    "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}),
+    **CLASSES,
     "averaging": (Averaging, {"lr": 0.05}),
     "changing": (Changing, {"lr": 0.05}),
 }
@@ -154,15 +151,21 @@ class World:
     def new_optimizer(self) -> None:
         """A fresh optimizer over the parameters that the model has now."""
         kind, options = OPTIMIZERS[self.setup.optimizer]
+        parameters: Any = self.model.parameters()
+        if self.setup.grouped:
+            named = dict(self.model.named_parameters())
+            biases = [p for name, p in named.items() if name.endswith("bias")]
+            others = [p for name, p in named.items() if not name.endswith("bias")]
+            parameters = [{"params": others}, {"params": biases, "lr": 0.003}][: 2 if biases else 1]
         if self.ours and self.setup.updates != "plain":
             more: dict[str, Any] = {}
             if self.setup.updates == "backward":
                 more["update_in_backward"] = True
             elif self.setup.max_norm is not None:
                 more["max_norm"] = self.setup.max_norm
-            self.optimizer = OffloadOptimizer(self.model, kind, **more, **options)
+            self.optimizer = OffloadOptimizer(self.model, kind, params=parameters, **more, **options)
         else:
-            self.optimizer = kind(self.model.parameters(), **options)
+            self.optimizer = kind(parameters, **options)
 
     # --- what statements use ------------------------------------------------------------------------------------
 

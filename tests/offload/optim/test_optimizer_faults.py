@@ -109,8 +109,7 @@ def test_arithmetic_that_fails_half_way_is_noticed(home: str) -> None:
     """At home in host memory what is half done cannot be undone, and is not done again; on an I/O buffers it is thrown
     away, in any form of states, as where a disk fails."""
     pair = Pair("adamw", home)
-    for action in ("backward", "step", "zero", "eval", "backward"):
-        pair.do(action)
+    pair.do("backward", "step", "zero", "eval", "backward")
     calls = iter([False, True])
     failing(pair, lambda: next(calls, False))
     pair.step()
@@ -170,8 +169,7 @@ def test_a_step_that_raised_is_applied_once_and_counted_once(
             assert pair.ours.steps == 1
             pair.assert_equal()
             pair.assert_equal_states()
-        for action in ["backward", "step"] if then == "accumulate" else ["zero", "backward", "step"]:
-            pair.do(action)
+        pair.do(*(["zero"] if then != "accumulate" else []), "backward", "step")
         assert pair.ours.steps == 2
         pair.assert_equal()
         pair.assert_equal_states()

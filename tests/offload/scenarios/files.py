@@ -312,8 +312,7 @@ def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list
         threads = late_threads(patch)
         # One shard: the update of another would wait for what this one left.
         pair = Pair("adamw", f"{path}/", max_norm=0.1, slices=1)
-        for action in ("backward", "step", "zero", "eval", "backward", "step", "zero"):
-            pair.do(action)
+        pair.do("backward", "step", "zero", "eval", "backward", "step", "zero")
         yield threads, pair
 
 
@@ -383,5 +382,4 @@ def weights_are_there_when_they_are_updated(monkeypatch: pytest.MonkeyPatch, pat
     monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(0))
     monkeypatch.setattr("offload.optim.optimizer.Threads", UnstartedThreads)
     pair = Pair("adamw", f"{path}/", max_norm=0.1)
-    for action in ("backward", "step", "zero", "eval"):
-        pair.do(action)
+    pair.do("backward", "step", "zero", "eval")

@@ -67,7 +67,6 @@ def a_parameter_that_a_module_is_asked_for_is_updated(pair: Pair) -> None:
 @after_a_step
 def what_a_collected_model_left_pending_is_updated(pair: Pair) -> None:
     layers = nn.ModuleList(pair.model)
-    pair.schedules.clear()
     del pair.model, pair.ours
     _same(pair, list(layers.parameters()))
 

@@ -61,8 +61,7 @@ def updates_in_backward_see_complete_gradients(monkeypatch: pytest.MonkeyPatch, 
     run_late(monkeypatch, 0)
     update_on(monkeypatch, PromptLane())
     pair = Pair("adamw", f"{path}/", update_in_backward=True)
-    for action in ("accumulate", "backward", "step", "zero", "eval"):
-        pair.do(action)
+    pair.do("accumulate", "backward", "step", "zero", "eval")
 
 
 @fails_with("gradients pile up")
@@ -130,8 +129,7 @@ def an_update_that_was_cut_off_from_its_load_ends_first(monkeypatch: pytest.Monk
         run_late(monkeypatch, seed)
         update_on(monkeypatch, LateLane(seed))
         pair = Pair("sgd", f"{path}/", slices=4)
-        for action in ("backward", "step", "zero"):
-            pair.do(action)
+        pair.do("backward", "step", "zero")
 
         def interrupted(self: Shard, *_: Any) -> None:
             raise KeyboardInterrupt
@@ -185,8 +183,7 @@ def an_update_whose_start_was_interrupted_runs_once(monkeypatch: pytest.MonkeyPa
         update_on(monkeypatch, lane)
         pair = Pair("sgd", f"{path}/{breaks}/", slices=4)
         pair.ours._filler = io_threads
-        for action in ("backward", "step", "zero"):
-            pair.do(action)
+        pair.do("backward", "step", "zero")
         update = pair.model._homes.shards[0].pending
         assert update is not None
         slot = torch.zeros(4096, dtype=torch.uint8)

@@ -255,7 +255,7 @@ EXCEPTIONS = {
     "construction construct: calls.join(model, homes, home.values, undo.callback)": "connects parts of a model",
     "engine.engine Engine._run_observed: "
     "step.record(recorder, place, (args, kwargs), keeps=keeps, hidden=hidden)": "records sizes",
-    "engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
+    "planner.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
     "loading _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
