@@ -28,15 +28,13 @@ from offload.forms.weight_forms import noise, weight_form_of
 from offload.optim.dynamic_map import decode, encode
 from offload.optim.state_forms import in_full
 from offload.streaming.grad_norm import norm_of
+from tests.offload import side_by_side
+from tests.offload.pair import CLASSES
+from tests.offload.side_by_side import advance, drawn
 
 BF16 = torch.bfloat16
-CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True, "foreach": False}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1, "fused": False}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),  # updates a matrix as a whole
-}
+#: One kernel for tensors of all sizes.
+KERNELS: dict[str, dict[str, bool]] = {"adamw": {"fused": True}, "adagrad": {"fused": False}}
 #: ``store_dtype``, ``gradient_dtype``, ``states``.
 FORMS: dict[str, tuple[Any, Any, Any]] = {
     "split weights": ("split", None, None),
@@ -59,7 +57,7 @@ def layers(device: str = "cpu", seed: int = 0) -> nn.Sequential:
 
 
 def batch(k: int) -> Tensor:
-    return torch.randn(8, 72, generator=torch.Generator().manual_seed(k))
+    return drawn(k, 8, 72)
 
 
 def folder_in(home: str, name: str) -> str:
@@ -103,6 +101,7 @@ class Twins:
         self, form: str, home: str, name: str = "adamw", *, max_norm: float | None = None, **more: Any
     ) -> None:
         kind, arguments = CLASSES[name]
+        arguments = arguments | KERNELS.get(name, {"foreach": False})
         self.weights, self.gradients, self.states = FORMS[form]
         self.max_norm, self.count = max_norm, 0
         self.bare = layers()
@@ -141,9 +140,8 @@ class Twins:
                 for name, p in self.bare.named_parameters() if self.weights is BF16 else ():
                     p.copy_(stochastic(p, self.count, name))
                 self.round_states()
-            self.ours.step()
+            advance(self.ours)
             self.plain.zero_grad()
-            self.ours.zero_grad()
 
     def round_gradients(self) -> None:
         members = [*self.bare.parameters()]
@@ -276,8 +274,7 @@ def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(
     for _ in range(3):
         before = model.statistics().bytes_moved
         model(torch.ones(2, 64)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     s = model.statistics()
     # Two shards are still in their slots when backward begins.
     assert s.bytes_moved - before == (5 * moved - 2 * (2 if weights else 4)) * 64 * 64
@@ -337,10 +334,7 @@ def made(bare: nn.Sequential, home: Any, form: str | None, **more: Any) -> Made:
 
 def train(model: OffloadModel, optimizer: OffloadOptimizer) -> list[Tensor]:
     """Weights and states after two steps."""
-    for k in range(2):
-        optimizer.zero_grad()
-        model(batch(k)).square().mean().backward()
-        optimizer.step()
+    side_by_side.train(model, optimizer, map(batch, range(2)))
     states = (v for state in optimizer.state_dict()["state"].values() for v in state.values())
     return [value.clone() for value in (*model.state_dict().values(), *map(torch.as_tensor, states))]
 

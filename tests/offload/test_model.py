@@ -14,6 +14,7 @@ from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
 from offload.engine.sequential import _brought
+from tests.offload.side_by_side import assert_equal, offloaded
 from tests.offload.zoo import WIDTH, build
 from tests.programs import run_program
 
@@ -33,6 +34,8 @@ def at_home(model: OffloadModel) -> bool:
     return True
 
 
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 
@@ -45,6 +48,7 @@ def at_home(model: OffloadModel) -> bool:
         ({"device": "gpu"}, TypeError, "device='gpu'"),
         ({"device": None}, TypeError, "device=None"),
         ({"device": "meta"}, ValueError, "CPU or CUDA"),
+        pytest.param({"device": 0}, ValueError, "no CUDA device; pass device='cpu'", marks=WITHOUT_CUDA),
         ({"num_slices": 9}, ValueError, "from 1 to 3 slices .* num_slices=9"),
         ({"num_slices": 0}, ValueError, "num_slices=0"),
         ({"num_slices": "2"}, TypeError, "num_slices='2'"),
@@ -63,19 +67,6 @@ def test_bad_arguments_are_named(arguments: dict[str, object], error: type[Excep
     defaults: dict[str, object] = {"model": build(["linear"]), "device": "cpu"}
     with pytest.raises(error, match=match):
         OffloadModel(**{**defaults, **arguments})  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-def test_a_cuda_device_that_is_not_there_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="no CUDA device; pass device='cpu'"):
-        OffloadModel(build([]), 0, num_slices=2, checkpoint_activation=False)
-
-
-def test_rows_that_disagree_are_refused() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_microbatches=2, num_slices=3, checkpoint_activation=False)
-    with pytest.raises(ValueError, match=r"sizes of dimension 0 \[4, 6\]"):
-        model(batch(6), other=batch(4))
-    assert at_home(model)
 
 
 # --- names and transparency of the container ------------------------------------------------------------------------
@@ -109,9 +100,7 @@ def test_a_step_loads_each_shard_at_most_twice_whatever_the_number_of_microbatch
     home: str, microbatches: int, recompute: bool
 ) -> None:
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
-    model = OffloadModel(
-        layers, "cpu", home, num_slices=6, checkpoint_activation=recompute, num_microbatches=microbatches
-    )
+    model = OffloadModel(layers, "cpu", home, 6, recompute, microbatches)
     planned = model.plan()
     for step in range(1, 4):
         model(batch(14)).sum().backward()
@@ -163,8 +152,7 @@ def test_a_layer_that_starts_to_write_into_its_input_is_refused_once() -> None:
         model(batch())
     for run in (bare, model):
         run(batch()).sum().backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    assert_equal(bare, model)
 
 
 def test_a_layer_that_calls_its_own_model_is_refused() -> None:
@@ -185,9 +173,7 @@ def test_layers_that_are_not_deterministic_are_named() -> None:
             Fickle.calls += 1  # of the class: an attribute of the layer would be put back
             return super().forward(x).exp() if Fickle.calls % 2 else super().forward(x[:1]).exp()
 
-    model = OffloadModel(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), Fickle(WIDTH, WIDTH)), "cpu", num_slices=2, checkpoint_activation=True
-    )
+    model = offloaded([nn.Linear(WIDTH, WIDTH), Fickle(WIDTH, WIDTH)], slices=2)
     with pytest.raises(RuntimeError, match="the recomputation of shard 1 to save what its forward saved"):
         model(batch()).sum().backward()
 
@@ -261,14 +247,7 @@ def test_many_microbatches_are_not_summed_in_bfloat16(masters: torch.dtype) -> N
     torch.manual_seed(0)
     rows = 512
     layer = nn.Linear(4, 1, bias=False).to(masters)
-    model = OffloadModel(
-        nn.Sequential(layer, nn.Identity()),
-        "cpu",
-        num_slices=1,
-        checkpoint_activation=True,
-        num_microbatches=rows,
-        param_dtype=torch.bfloat16,
-    )
+    model = OffloadModel([layer, nn.Identity()], "cpu", "cpu", 1, True, rows, param_dtype=torch.bfloat16)
     x = torch.rand(rows, 4)
     model(x).float().sum().backward()
     exact = x.bfloat16().double().sum(0, keepdim=True)

@@ -21,6 +21,8 @@ from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.planner.memory_planner import MemoryPlanner
 from offload.planning.choose import moves
 from offload.telemetry.peak import anonymous_bytes
+from tests.offload import side_by_side
+from tests.offload.side_by_side import advance, assert_equal, drawn
 from tests.offload.zoo import OwnForward
 
 WIDTH, ROWS, DEPTH = 256, 64, 6
@@ -64,41 +66,20 @@ def on_a_device(model: OffloadModel, nbytes: int, monkeypatch: pytest.MonkeyPatc
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rows: int = ROWS) -> list[float]:
-    losses = []
-    for k in range(steps):
-        torch.manual_seed(k)
-        optimizer.zero_grad()
-        loss = model(torch.randn(rows, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return side_by_side.train(model, optimizer, [drawn(k, rows, WIDTH) for k in range(steps)])
 
 
 @pytest.mark.parametrize("memory", ["23MiB", "32MiB", "64MiB", "1GiB", "auto"])
 @pytest.mark.parametrize("where", ["disk", "host"])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_training_is_that_of_the_plain_model_whatever_memory_allows(
-    memory: str, where: str, num_microbatches: int, tmp_path: Path
-) -> None:
+def test_training_is_that_of_the_plain_model_whatever_memory_allows(memory: str, where: str, tmp_path: Path) -> None:
     if where == "host" and memory in ("23MiB", "32MiB"):
         memory = "96MiB"  # homes in host memory count
     plain = stack()
-    pieces = copy.deepcopy(plain)
-    home = tmp_path if where == "disk" else "cpu"
-    model = OffloadModel(pieces, "cpu", home, num_microbatches=num_microbatches, memory=memory)
+    model = OffloadModel(stack(), "cpu", tmp_path if where == "disk" else "cpu", memory=memory)
     ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    if num_microbatches == 1:
-        assert train(model, ours, 6) == train(plain, theirs, 6)
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p, q), name
-    else:
-        for module in (model, plain):
-            for layer in module.modules():
-                if isinstance(layer, nn.Dropout):
-                    layer.p = 0.0
-        torch.testing.assert_close(train(model, ours, 6), train(plain, theirs, 6))
+    assert train(model, ours, 6) == train(plain, theirs, 6)
+    assert_equal(plain, model)
     assert planner_of(model).choice is not None
     model.close()
 
@@ -249,8 +230,7 @@ def test_a_model_made_with_the_least_that_an_error_names_gets_past_it(
                 where = "step"
                 for _ in range(5):
                     model(torch.ones(rows, width)).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    advance(optimizer)
                 break
             except (ValueError, RuntimeWarning) as error:
                 refused.append(where)
@@ -268,14 +248,9 @@ def test_rows_that_are_longer_than_before_are_planned_or_refused_as_more_rows(tm
     model = OffloadModel(copy.deepcopy(layers), "cpu", tmp_path, memory=MemoryPolicy("40MiB", resident_bytes=0), **how)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(layers.parameters(), lr=0.1)
-    for length in (8, 8, 8, 8, 40, 4, 41, 8):
-        batch = torch.randn(16, length, WIDTH)
-        for run, each in ((model, optimizer), (layers, plain)):
-            each.zero_grad()
-            run(batch).square().mean().backward()
-            each.step()
-    for (name, a), b in zip(layers.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    batches = [torch.randn(16, length, WIDTH) for length in (8, 8, 8, 8, 40, 4, 41, 8)]
+    assert side_by_side.train(model, optimizer, batches) == side_by_side.train(layers, plain, batches)
+    assert_equal(layers, model)
     assert {rows for _, rows in planner_of(model)._ran} == {(16,), (80,), (8,), (88,)}  # 82 is rounded up
     before = model.statistics()
     with pytest.raises(ValueError, match=r"80000 rows as long as those of the first batch takes .* or shorter"):
@@ -299,8 +274,7 @@ def test_rows_longer_than_all_before_have_the_least_memory_and_their_excess_is_t
 
     def graphs_kept(length: int) -> int:
         model(torch.randn(2, length, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
         return 0 if planner.choice is None else len(planner.choice.kept)
 
     assert [graphs_kept(32) for _ in range(14)][-1]
@@ -381,8 +355,7 @@ def test_a_batch_that_fits_only_in_parts_is_cut_into_as_few_as_fit_by_no_clock_a
                 counts.append(len({action.microbatch for action in model.plan(rows).actions} - {None}))
         assert counts[0] == counts[1] == counts[4] == 1
         assert counts[2] > counts[3] >= 1
-        for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
+        assert_equal(bare, model, exact=False)
         found.append((counts, losses))
         model.close()
     assert found[0] == found[1]

@@ -14,30 +14,18 @@ from torch import nn
 from offload.embedding.bag import OffloadEmbeddingBag
 from offload.embedding.rowwise import RowWiseAdagrad
 from pipe.train import InlineLane, TrainPipelineSparseDist
+from tests.offload.mesh.rows_worker import DIM, OPTIMIZERS, ROWS, tables
 from tests.offload.scenarios.rows import LateLane
 
 # torch's own optimizers build sparse tensors without saying whether their invariants are to be checked.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-
-ROWS, DIM = 23, 4
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.3),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
-    "sparse_adam": lambda p: torch.optim.SparseAdam(p, 0.05),
-    "rowwise": lambda p: RowWiseAdagrad(p, 0.1),
-}
-
 
 LANES = {"thread": lambda: None, "earliest": InlineLane, "latest": LateLane}
 
 
 def pair(home: Any = "cpu", **options: Any) -> Any:
     """The same table in device memory and at home."""
-    torch.manual_seed(0)
-    ours = OffloadEmbeddingBag(ROWS, DIM, offload_device=home, **options)
-    torch.manual_seed(0)
-    return nn.EmbeddingBag(ROWS, DIM, sparse=options.get("mode") != "max", **options), ours
+    return tables(home, **options)[::-1]
 
 
 def assert_equal_gradients(theirs: Any, ours: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from inspect import signature
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from tests.offload.device_count import counted_and_predicted
+from tests.offload.side_by_side import offloaded
+from tests.offload.zoo import Attention
 
 pytestmark = pytest.mark.skipif(
     "op_output" not in signature(SelectiveCheckpointContext).parameters,
@@ -24,17 +24,6 @@ pytestmark = pytest.mark.skipif(
 
 MM = torch.ops.aten.addmm.default
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out, self.drop = nn.Linear(16, 48), nn.Linear(16, 16), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v)
-        return x + self.drop(self.out(attended.transpose(1, 2).flatten(2)))
 
 
 class Counting(TorchDispatchMode):
@@ -49,7 +38,7 @@ class Counting(TorchDispatchMode):
 
 def stack(depth: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Attention() for _ in range(depth)))
+    return nn.Sequential(*(Attention(16, 2, 0.2) for _ in range(depth)))
 
 
 def backward(model: nn.Module, x: Tensor) -> tuple[list[Tensor], Counter[Any]]:
@@ -65,17 +54,8 @@ def backward(model: nn.Module, x: Tensor) -> tuple[list[Tensor], Counter[Any]]:
 @pytest.mark.parametrize(("keep", "kept"), [("attention", KERNEL), ([MM], MM), ((), None)])
 def test_what_is_kept_is_not_computed_again(keep: Any, kept: Any, microbatches: int, home: str) -> None:
     bare, x = stack(), torch.randn(4, 6, 16)
-    policy = MemoryPolicy.fixed(keep=keep)
-    model = OffloadModel(
-        copy.deepcopy(bare),
-        "cpu",
-        home,
-        num_slices=3,
-        checkpoint_activation=True,
-        num_microbatches=microbatches,
-        memory=policy,
-    )
-    plain = OffloadModel(bare, "cpu", home, num_slices=3, checkpoint_activation=False, num_microbatches=microbatches)
+    model = offloaded(bare, home, 3, num_microbatches=microbatches, memory=MemoryPolicy.fixed(keep=keep))
+    plain = OffloadModel(bare, "cpu", home, 3, False, microbatches)
     expected, _ = backward(plain, x)
     for _ in range(4):
         gradients, calls = backward(model, x)

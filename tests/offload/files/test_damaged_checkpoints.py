@@ -27,6 +27,7 @@ from offload import OffloadModel, OffloadOptimizer, Pretrained, load_checkpoint,
 from offload.files.save_folder import CRC, FILES, INDEX, SAVE, _sum_of
 from offload.files.tensor_file import ChecksumError, TensorFile
 from offload.files.untrusted import sum_of
+from tests.offload.side_by_side import advance
 from tests.programs import run_program
 
 State = tuple[dict[str, Any], dict[str, Any], Any]
@@ -39,8 +40,7 @@ def make(value: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
     for k, parameter in enumerate(model.parameters()):
         nn.init.constant_(parameter, value)
         parameter.grad = torch.full_like(parameter, value + k)
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(optimizer)
     return model, optimizer
 
 
@@ -108,8 +108,7 @@ def load(folder: Path) -> tuple[State, State, Any]:
     model = OffloadModel(make(7.0)[0], "cpu", num_slices=2, checkpoint_activation=False)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
     model(torch.ones(4, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(optimizer)
     before = state_of(model, optimizer)
     found: Any
     try:

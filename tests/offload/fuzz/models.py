@@ -13,6 +13,7 @@ from tests.offload.fuzz.blocks import BLOCKS
 from tests.offload.fuzz.sizes import ROWS, WIDTH, linear
 from tests.offload.fuzz.trips import Trip
 from tests.offload.parameters_outside import ActNorm, Custom, TiedHead
+from tests.offload.zoo import Unused
 
 
 class Call(nn.Module):
@@ -166,18 +167,6 @@ def auxiliary(layer: Any, x: Tensor) -> Tensor:
     return y
 
 
-class Unused(nn.Module):
-    """Has a parameter that it never uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.never = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
 def single(layer: nn.Linear, x: Tensor) -> Tensor:
     """Computes in float32 between layers in float64."""
     return layer(x.float()).double()
@@ -233,7 +222,7 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "double": lambda: [linear(), Call(double), Call(write_first, nn.Identity()), linear()],
     "double_output": lambda: [linear(), linear(), Call(double)],
     "auxiliary": lambda: [linear(), Call(auxiliary), linear(), linear()],
-    "unused": lambda: [linear(), Unused(), linear(), Unused()],
+    "unused": lambda: [linear(), Unused(WIDTH), linear(), Unused(WIDTH)],
     "mixed": lambda: [linear(), Call(single), linear(), Call(single)],
     "nested": lambda: [linear(), nn.Tanh(), linear(), Call(nested)],
     "spectral": lambda: [linear(), nn.utils.parametrizations.spectral_norm(linear()), linear()],

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from offload import OffloadEmbeddingBag, OffloadModel, OffloadOptimizer, RowWiseAdagrad
 from tests.offload.mesh import rows_worker
 from tests.offload.mesh.world import batches, build, loss_of, whole
+from tests.offload.side_by_side import advance
 
 Pair = tuple[nn.Module, Any]
 TABLES = {"adagrad": torch.optim.Adagrad, "rowwise": RowWiseAdagrad}
@@ -62,8 +63,7 @@ def train(pair: Pair, step: int) -> None:
     model, optimizer = pair
     inputs = rows_worker.batches() if isinstance(model, OffloadEmbeddingBag) else batches()
     loss_of(model(inputs[step])).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(optimizer)
 
 
 def states_of(pair: Pair) -> dict[str, Any]:

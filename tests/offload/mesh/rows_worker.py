@@ -20,6 +20,7 @@ from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from offload import OffloadEmbeddingBag, RowWiseAdagrad
 from pipe.train import TrainPipelineSparseDist
 from tests.offload.mesh.world import whole
+from tests.offload.side_by_side import advance
 
 #: No number of ranks divides them.
 ROWS, DIM, BAGS = 23, 4, 12
@@ -67,8 +68,7 @@ def loss_of(output: Tensor) -> Tensor:
 def train(bag: nn.Module, optimizer: Any, each: Tensor) -> None:
     for batch in each:
         loss_of(bag(batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
 
 
 def it_trains_as_one_process(folder: Path) -> None:

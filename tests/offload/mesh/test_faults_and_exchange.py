@@ -7,10 +7,7 @@ All run in forked children of a process that has imported torch, at the same tim
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,7 @@ import torch.distributed as dist
 
 from tests.programs import Program, run_programs
 
-ROOT = Path(__file__).parents[3]
-EXAMPLES = ROOT / "docs" / "examples"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+MAIN = "import sys; from tests.offload.mesh.{} import main; main(*sys.argv[1:])"
 #: Modules with claims, and the least number of these.
 CLAIMS = {"exchange_worker": 26, "pipeline_worker": 3, "rows_worker": 5}
 
@@ -35,7 +30,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each worker has found."""
     given = {"fault_worker": (), "restart_worker": (2, 1), "forked": tuple(CLAIMS)}
     programs = [
-        Program(f"import sys; from tests.offload.mesh.{name} import main; main(*sys.argv[1:])", [place, *arguments])
+        Program(MAIN.format(name), [place, *arguments])
         for name, arguments in given.items()
         for place in [tmp_path_factory.mktemp(name)]
     ]
@@ -102,10 +97,9 @@ def test_losses_after_a_kill_and_a_restart_are_those_of_a_run_without(parts: dic
 
 @pytest.mark.slow
 def test_losses_after_thirty_kills_at_events_of_all_kinds_are_those_of_a_run_without(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.offload.mesh.restart_worker", str(tmp_path), "30"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=900)
-    assert done.returncode == 0, done.stderr
-    outcome = json.loads(done.stdout.splitlines()[-1])
+    (done,) = run_programs([Program(MAIN.format("restart_worker"), [tmp_path, 30])], seconds=900)
+    assert done.status == 0, done.errors
+    outcome = json.loads(done.output.splitlines()[-1])
     check_restarts(outcome, 30)
     assert len(outcome["killed"]) >= 9, outcome
 

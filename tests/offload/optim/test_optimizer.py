@@ -22,6 +22,7 @@ from tests.offload.open_files import open_files
 from tests.offload.pair import Pair, pending
 from tests.offload.parameters_outside import ActNorm
 from tests.offload.planning.proof import validate
+from tests.offload.side_by_side import train
 from tests.offload.zoo import WIDTH, build
 
 
@@ -283,8 +284,5 @@ def test_an_update_in_backward_waits_for_the_load_of_a_shard_whose_backward_need
     plain = torch.optim.SGD(bare.parameters(), lr=0.1)
     x = torch.randn(4, WIDTH)
     for _ in range(3):
-        for run, optimizer in ((model, ours), (bare, plain)):
-            run(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        assert train(model, ours, [x]) == train(bare, plain, [x])
         assert all(map(torch.equal, model.parameters(), bare.parameters()))

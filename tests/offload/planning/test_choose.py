@@ -134,14 +134,6 @@ def test_what_is_given_is_not_searched() -> None:
     )
 
 
-def test_nothing_fits_says_the_least_that_works() -> None:
-    model = model_of()
-    least = least_of(model)
-    assert predict(model, choose(model, least)).memory_bytes <= least
-    with pytest.raises(NothingFitsError, match=f"{least:,} bytes, 1 more"):
-        choose(model, least - 1)
-
-
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("resting", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("boundary_bytes", [10 * MIB, math.inf])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel
+from tests.offload.side_by_side import offloaded
 from tests.offload.zoo import WIDTH
 
 
@@ -21,13 +22,7 @@ def layers_run_in_second_step(bare: nn.Sequential, x: torch.Tensor, graph_bytes:
     ran: list[nn.Module] = []
     linear = [layer for layer in bare.modules() if isinstance(layer, nn.Linear)]
     handles = [layer.register_forward_pre_hook(lambda layer, _a: ran.append(layer)) for layer in linear]
-    model = OffloadModel(
-        copy.deepcopy(bare),
-        "cpu",
-        num_slices=2,
-        checkpoint_activation=True,
-        memory=MemoryPolicy.fixed(graph_bytes=graph_bytes),
-    )
+    model = offloaded(bare, slices=2, memory=MemoryPolicy.fixed(graph_bytes=graph_bytes))
     model(x).sum().backward()
     ran.clear()
     model(x).sum().backward()

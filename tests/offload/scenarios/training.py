@@ -252,15 +252,8 @@ def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.Mon
         bare[:frozen].requires_grad_(False)
         for layer in bare:
             layer.register_forward_pre_hook(lambda *_: log.append(("cell", "")))
-        return OffloadModel(
-            bare,
-            "cpu",
-            f"{path}/",
-            num_slices=4,
-            checkpoint_activation=True,
-            memory=MemoryPolicy.fixed(slots=slots, boundary_bytes=0),
-            num_microbatches=2,
-        )
+        policy = MemoryPolicy.fixed(slots=slots, boundary_bytes=0)
+        return OffloadModel(bare, "cpu", path, 4, True, 2, memory=policy)
 
     x = torch.randn(6, WIDTH)
     model = make(slots=4, frozen=2)
