@@ -153,7 +153,3 @@ def main() -> None:
     fused = {"fused": True} if kind is torch.optim.AdamW else {}
     theirs = train(plain, kind(plain.parameters(), **options, **fused), loop)
     print(json.dumps({"bytes": nbytes, "ours": ours, "theirs": theirs}))
-
-
-if __name__ == "__main__":
-    main()

@@ -580,31 +580,3 @@ def test_a_sparse_gradient_of_an_encoded_state_is_refused_in_step(home: str, mon
     with pytest.raises(TypeError, match="sparse gradient"):
         optimizer.step()
     assert all(map(torch.equal, model.parameters(), before))
-
-
-# --- refused ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"store_dtype": "half"}, ValueError, "expected None .*, torch.bfloat16 or 'split', got store_dtype='half'"),
-        ({"store_dtype": 16}, TypeError, "got int .store_dtype=16."),
-        ({"store_dtype": "split", "model": layers().double()}, ValueError, "expected float32 parameters"),
-        ({"store_dtype": "split", "model": [nn.Embedding(4, 4, sparse=True)]}, ValueError, "expected dense gradients"),
-        ({"gradient_dtype": torch.float16}, ValueError, "got gradient_dtype=torch.float16: float16 would overflow"),
-        ({"gradient_dtype": "bfloat16"}, TypeError, "got gradient_dtype='bfloat16'"),
-        ({"accumulate_in_gradient_dtype": True}, ValueError, "needs gradient_dtype=torch.bfloat16, got None"),
-        ({"gradient_dtype": BF16, "accumulate_in_gradient_dtype": 1}, TypeError, "accumulate_in_gradient_dtype=1"),
-        ({"states": "4bit"}, ValueError, "expected None .*, torch.bfloat16 or '8bit', got states='4bit'"),
-        ({"states": torch.float16}, ValueError, "got states=torch.float16"),
-        ({"states": 8}, TypeError, "got int .states=8."),
-    ],
-)
-def test_what_cannot_be_stored_so_is_refused_at_construction(
-    arguments: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    states = arguments.get("states")
-    how = {"model": layers(), "device": "cpu", **{k: v for k, v in arguments.items() if k != "states"}}
-    with pytest.raises(error, match=match):
-        OffloadOptimizer(OffloadModel(**how), torch.optim.Adam, states=states)

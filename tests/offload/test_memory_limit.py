@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.telemetry.peak import anonymous_bytes
-from tests.offload.memory_bound import memory_bound
 from tests.programs import run_program
 
 MIB = 1 << 20
@@ -53,7 +52,8 @@ def check_peak(loop: dict[str, Any]) -> None:
     assert ended.status == 0, ended.errors
     found = json.loads(ended.output)
     limit = int(loop["memory"].removesuffix("MiB")) * MIB
-    assert found["bytes"] < memory_bound(limit), f"{found['bytes'] / MIB:.1f} MiB for {loop}"
+    # The allocator of a CPU keeps what was freed as it likes.
+    assert found["bytes"] < 1.10 * limit + 32 * MIB, f"{found['bytes'] / MIB:.1f} MiB for {loop}"
     if loop.get("form"):
         assert found["ours"] == pytest.approx(found["theirs"], rel=1e-3)
     elif loop["microbatches"] == 1:

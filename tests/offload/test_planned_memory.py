@@ -373,12 +373,3 @@ def test_a_batch_is_not_cut_where_layers_draw_or_look_across_rows(tmp_path: Path
     model, optimizer = made(tmp_path, MemoryPolicy("40MiB", join_chunks=True), num_microbatches=None)
     train(model, optimizer, 2)
     assert model._homes.microbatches(6000) > 1
-
-
-def test_micro_batches_are_planned_only_where_a_memory_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"num_microbatches=None needs .* a memory whose plan chooses"):
-        OffloadModel(stack(), "cpu", tmp_path, num_slices=3, checkpoint_activation=True, num_microbatches=None)
-    holder = nn.Module()
-    holder.blocks = nn.ModuleList(stack())
-    with pytest.raises(ValueError, match="num_microbatches=None needs layers that are called one after the other"):
-        OffloadModel(holder, "cpu", tmp_path, blocks="blocks", num_microbatches=None, memory="1GiB")

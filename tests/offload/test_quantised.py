@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import offload.model
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
 from tests.offload import side_by_side
-from tests.offload.open_files import open_files
 from tests.offload.quantised import (
     KINDS,
     WIDTH,
@@ -95,26 +94,6 @@ def test_a_checkpoint_holds_the_parts_of_quantised_weights(kind: str, tmp_path: 
     assert_same(train(other, steps=1), train(model, steps=1))
 
 
-@kinds
-@pytest.mark.parametrize("resident", [None, ADAPTERS], ids=["streamed", "resident"])
-def test_gradients_and_moments_are_stored_of_trainable_parameters_only(
-    kind: str, resident: Any, tmp_path: Path
-) -> None:
-    """Those of parameters that stay on the compute device are in no file, nor are these."""
-    model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=True, resident=resident)
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1)
-    model(torch.ones(1, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.synchronize()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    files = {*open_files(tmp_path)} - {*open_files(tmp_path, "weights")}
-    others = sum(file.stat().st_size for file in files)
-    if resident:
-        assert others == model.statistics().bytes_stored == 0
-    else:
-        assert 0 < others <= 3 * sum(p.nbytes for p in trained) + 2 * 4096 * len(files)
-
-
 def test_frozen_adapters_that_are_resident_end_backward_early(tmp_path: Path) -> None:
     model: Any = OffloadModel(
         tower("subclass"), "cpu", tmp_path, checkpoint_activation=True, blocks="layer", resident=ADAPTERS
@@ -174,19 +153,6 @@ def test_what_cannot_be_taken_apart_is_refused_before_anything_moved(make: Any, 
         OffloadModel(model, "cpu", tmp_path / "home", checkpoint_activation=True)
     assert [x.data_ptr() for v in model.state_dict(keep_vars=True).values() for x in plain_values(v)[:1]] == before
     assert not (tmp_path / "home").exists()
-
-
-@pytest.mark.parametrize(
-    ("resident", "error", "reason"),
-    [
-        ("*.lora_*", ValueError, "matches none"),
-        (3, TypeError, "patterns of parameter names"),
-        ("*.base.weight.*", ValueError, "is quantised"),
-    ],
-)
-def test_what_cannot_be_resident_is_refused(resident: Any, error: Any, reason: str) -> None:
-    with pytest.raises(error, match=reason):
-        OffloadModel(layers("subclass"), "cpu", resident=resident)
 
 
 def test_a_quantised_weight_that_becomes_trainable_is_refused_by_the_next_forward() -> None:

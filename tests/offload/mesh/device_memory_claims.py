@@ -15,8 +15,6 @@ from tests.offload.mesh.world import LateLane, World, batch, loss_of
 from tests.offload.planning.test_peak_memory import Living
 from tests.offload.side_by_side import advance
 
-__all__ = ["CLAIMS"]
-
 
 class LivingInBackward(Living):
     """Adds gradients in place, as autograd does where it sees no mode."""

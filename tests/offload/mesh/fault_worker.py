@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,7 +25,6 @@ from tests.offload.mesh.forked import fork
 WAYS = {
     "ends": (2, 0),
     "goes on": (2, 0),
-    "killed": (3, 1),
     "late": (2, 0),
     "all": (2, -1),
     "backward": (2, 0),
@@ -48,10 +46,6 @@ def fail() -> None:
     raise ValueError("this layer fails")
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def run(rank: int, way: str, folder: Path, others_end: int) -> list[str]:
     """What each call of one rank raised."""
     ranks, failing = WAYS[way]
@@ -70,7 +64,7 @@ def run(rank: int, way: str, folder: Path, others_end: int) -> list[str]:
         notices._at_exit()
         return []
     if failing in (rank, -1):
-        FailsOnce.failure = die if way == "killed" else fail
+        FailsOnce.failure = fail
     raised = []
     for _ in range(3):
         try:

@@ -195,31 +195,6 @@ def test_a_class_that_does_more_with_a_closure_is_refused_before_it_is_called(ca
         optimizer.step(lambda: pytest.fail("it ran"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"optimizer_class": torch.optim.LBFGS}, TypeError, "needs a closure"),
-        ({"optimizer_class": 3}, TypeError, "expected a class such as"),
-        ({"optimizer_class": OffloadOptimizer}, TypeError, "expected a class such as"),
-        ({"model": nn.Linear(1, 1)}, TypeError, "expected an OffloadModel"),
-        ({"max_norm": 0.0}, ValueError, "expected a positive norm"),
-        ({"max_norm": "1"}, TypeError, "expected a number"),
-        ({"max_norm": 1.0, "update_in_backward": True}, ValueError, "exclude each other"),
-        ({"lr": -1.0}, ValueError, "Invalid learning rate"),
-        ({"params": "*.bias"}, TypeError, "iterable of parameters or groups"),
-        ({"params": [{"params": "*.biases"}]}, ValueError, "no parameter is left that matches"),
-        ({"params": [{"weight_decay": 0.1}]}, ValueError, "a group with the key 'params'"),
-        ({"params": []}, ValueError, "at least one parameter"),
-        ({"params": [nn.Parameter(torch.ones(1))]}, ValueError, "not among them"),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_named(arguments: Any, error: type[Exception], match: str) -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=2, checkpoint_activation=False)
-    given = {"model": model, "optimizer_class": torch.optim.AdamW, **arguments}
-    with pytest.raises(error, match=match):
-        OffloadOptimizer(given.pop("model"), given.pop("optimizer_class"), **given)
-
-
 def test_an_optimizer_is_not_copied_away_from_its_model() -> None:
     with pytest.raises(TypeError, match="use state_dict"):
         copy.deepcopy(Pair().ours)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan
 
-__all__ = ["plan_of", "validate"]
-
 #: (shard, micro-batch)
 _Cell = tuple[int, int | None]
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.planning.plan import CELLS, Kind, Plan
+from offload.planning.plan import CELLS, Kind
 from offload.planning.planner import plan_step, simulate
 from offload.planning.step_model import MOVING, Choice, Costs, StepModel, Updates
 from tests.offload.planning.proof import plan_of, validate
@@ -18,10 +18,6 @@ def model_of(shards: int, microbatches: int = 1, **more: Any) -> StepModel:
     costs = Costs(forward=each, backward=each, kept_backward=each, load=1.0, drain=1.0, update=1.0, boundary=1.0)
     sizes: Any = {name: [1] * shards for name in ("slot_bytes", "loaded_bytes", "gradient_bytes")}
     return StepModel(shards=shards, costs=costs, rows=[1] * microbatches, **sizes, **more)
-
-
-def plan(shards: int, slots: int, microbatches: int = 1) -> Plan:
-    return plan_step(model_of(shards, microbatches), Choice(slots))
 
 
 @given(
@@ -59,28 +55,9 @@ def test_every_plan_is_valid_and_prints(
     assert updated[Kind.UPDATE_IN_BACKWARD] == (list(range(shards)) if in_backward and training else [])
 
 
-def optimal_loads(uses: list[int], slots: int) -> int:
-    """Fewest loads by brute force over all evictions."""
-    states = {frozenset(): 0}
-    for shard in uses:
-        following: dict[frozenset[int], int] = {}
-        for there, loads in states.items():
-            if shard in there:
-                options = [(there, loads)]
-            elif len(there) < slots:
-                options = [(there | {shard}, loads + 1)]
-            else:
-                options = [(there - {victim} | {shard}, loads + 1) for victim in there]
-            for state, cost in options:
-                following[state] = min(cost, following.get(state, cost))
-        states = following
-    return min(states.values())
-
-
 @given(shards=st.integers(1, 6), slots=st.integers(1, 6))
-def test_no_plan_loads_less(shards: int, slots: int) -> None:
-    uses = [*range(shards), *range(shards - 1, -1, -1)]
-    assert len(plan(shards, slots).loads) == optimal_loads(uses, slots)
+def test_each_shard_is_loaded_twice_but_for_those_that_stay_in_slots_between_passes(shards: int, slots: int) -> None:
+    assert len(plan_step(model_of(shards), Choice(slots)).loads) == 2 * shards - min(slots, shards)
 
 
 @given(
