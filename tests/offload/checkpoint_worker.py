@@ -126,14 +126,7 @@ def make(home: str, slices: int, *, keep: bool, saved: bool, **how: Any) -> Offl
 
 
 def train(
-    folder: Path,
-    home: str,
-    slices: int,
-    steps: int,
-    states: str,
-    fatal: tuple[str, int] | None,
-    *,
-    keep: bool = False,
+    folder: Path, home: str, slices: int, steps: int, states: str, fatal: tuple[str, int] | None, *, keep: bool = False
 ) -> Outcome:
     """Trains to ``steps`` from the last checkpoint, if there is one, and saves every other step.
 

@@ -24,10 +24,7 @@ from offload.engine.visit import Visit
 from offload.streaming.lane import Arrival, StreamCopyLane
 from tests.offload.zoo import WIDTH, build
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CYCLES = 20_000_000  # some ten milliseconds of a device's clock: much longer than any copy or kernel here
 ROOT = Path(__file__).parents[2]

@@ -85,12 +85,7 @@ MODELS: list[Any] = [
     (linear, {"resident": "*.lora_*"}, ValueError, "matches none"),
     (linear, {"resident": 3}, TypeError, "patterns of parameter names"),
     (lambda: quantised.layers("subclass"), {"resident": "*.base.weight.*"}, ValueError, "is quantised"),
-    (
-        linear,
-        {"store_dtype": "half"},
-        ValueError,
-        "None .*, torch.bfloat16 or 'split', got store_dtype='half'",
-    ),
+    (linear, {"store_dtype": "half"}, ValueError, "None .*, torch.bfloat16 or 'split', got store_dtype='half'"),
     (linear, {"store_dtype": 16}, TypeError, "got int .store_dtype=16."),
     (lambda: linear().double(), {"store_dtype": "split"}, ValueError, "expected float32 parameters"),
     (lambda: [nn.Embedding(4, 4, sparse=True)], {"store_dtype": "split"}, ValueError, "expected dense gradients"),

@@ -123,10 +123,7 @@ GPT |= {"architectures": ["GPT2LMHeadModel"]}
 
 @pytest.mark.parametrize(
     ("fields", "parameters", "count"),
-    [
-        pytest.param(LLAMA, 6_738_415_616, 35, id="Llama 2 7B"),
-        pytest.param(GPT, 124_439_808, 16, id="GPT-2"),
-    ],
+    [pytest.param(LLAMA, 6_738_415_616, 35, id="Llama 2 7B"), pytest.param(GPT, 124_439_808, 16, id="GPT-2")],
 )
 def test_a_configuration_gives_the_published_number_of_parameters(
     fields: dict[str, Any], parameters: int, count: int, tmp_path: Path

@@ -13,10 +13,7 @@ from offload import OffloadModel, OffloadOptimizer
 from tests.offload.blocks.towers import loss_of, make, words
 from tests.offload.side_by_side import close
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("home", ["cpu", "disk"])

@@ -15,15 +15,7 @@ from torch import Tensor, nn
 
 from offload import OffloadModel
 from pipe import Pipe
-from tests.offload.blocks.towers import (
-    WIDTH,
-    WORDS,
-    Block,
-    make,
-    step,
-    words,
-    wrap,
-)
+from tests.offload.blocks.towers import WIDTH, WORDS, Block, make, step, words, wrap
 from tests.offload.side_by_side import assert_equal, close
 
 BLOCKS = "encoder.layer"

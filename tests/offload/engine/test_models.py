@@ -349,10 +349,7 @@ def test_a_strided_nested_tensor_is_refused_by_name_where_it_would_be_stored() -
         model(torch.randn(2, WIDTH))
 
 
-CUT = (
-    partial(OffloadModel, device="cpu", num_microbatches=2),
-    partial(Pipe, balance=[2], devices=["cpu"], chunks=2),
-)
+CUT = (partial(OffloadModel, device="cpu", num_microbatches=2), partial(Pipe, balance=[2], devices=["cpu"], chunks=2))
 
 
 @pytest.mark.parametrize("wrap", CUT)

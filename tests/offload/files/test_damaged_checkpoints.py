@@ -337,9 +337,6 @@ def test_a_state_file_that_is_no_state_is_refused(tmp_path: Path, way: str) -> N
     else:
         torch.save({}, path)
     with_sum_of(path)
-    message = {
-        "compressed": "larger than the file",
-        "without keys": "missing .* 'optimizer'",
-    }
+    message = {"compressed": "larger than the file", "without keys": "missing .* 'optimizer'"}
     with pytest.raises(ValueError, match=rf"state\.pt: .*{message[way]}"):
         load_checkpoint(tmp_path, *make())

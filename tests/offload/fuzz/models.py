@@ -231,7 +231,7 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
 
 #: Models that not every loop can train: a sparse gradient cannot be clipped, for example.
 OTHERS: dict[str, Callable[[], Sequence[nn.Module]]] = {
-    "sparse": lambda: [nn.Embedding(ROWS, WIDTH, sparse=True), linear(), nn.Tanh(), linear()],
+    "sparse": lambda: [nn.Embedding(ROWS, WIDTH, sparse=True), linear(), nn.Tanh(), linear()]
 }
 
 #: Models whose input are row numbers of a table.

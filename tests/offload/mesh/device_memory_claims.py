@@ -54,7 +54,4 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
         model.close()
 
 
-CLAIMS = [
-    a_limit_of_memory_is_planned_for_by_all_ranks_alike,
-    a_step_on_a_device_holds_no_more_than_is_predicted,
-]
+CLAIMS = [a_limit_of_memory_is_planned_for_by_all_ranks_alike, a_step_on_a_device_holds_no_more_than_is_predicted]

@@ -22,14 +22,7 @@ from offload.mesh import notices
 from tests.offload.mesh.forked import fork
 
 #: Number of ranks, and which one fails, by the way in which it does.
-WAYS = {
-    "ends": (2, 0),
-    "goes on": (2, 0),
-    "late": (2, 0),
-    "all": (2, -1),
-    "backward": (2, 0),
-    "outside": (2, 0),
-}
+WAYS = {"ends": (2, 0), "goes on": (2, 0), "late": (2, 0), "all": (2, -1), "backward": (2, 0), "outside": (2, 0)}
 
 
 class FailsOnce(nn.Linear):

@@ -35,10 +35,7 @@ def update_on(monkeypatch: pytest.MonkeyPatch, lane: LateLane) -> None:
 
 #: Models, and what trains them; each on a disk, in shards that are recomputed.
 PROGRAMS: list[tuple[dict[str, Any], tuple[Statement, ...]]] = [
-    (
-        {"model": "inplace", "microbatches": 2, "boundary": 100},
-        (TrainStep(), TrainStep(accumulate=2), TrainStep()),
-    ),
+    ({"model": "inplace", "microbatches": 2, "boundary": 100}, (TrainStep(), TrainStep(accumulate=2), TrainStep())),
     ({"model": "tied", "slices": 2, "updates": "offload"}, (TrainStep(), Forward(mode="eval"))),
     (
         {"optimizer": "adamw", "updates": "offload"},

@@ -72,10 +72,7 @@ class TestDirectTier(TierContract):
     def test_a_fault_names_the_file_and_leaves_nothing_going_on(
         self, tier: Tier, name: str, number: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        block, memory = (
-            tier.allocate(8 * STAGED, "shard3-weights"),
-            host_buffer(8 * STAGED + 64)[64:],
-        )
+        block, memory = (tier.allocate(8 * STAGED, "shard3-weights"), host_buffer(8 * STAGED + 64)[64:])
         block.read_into(memory)
         calls = Calls(monkeypatch)
 

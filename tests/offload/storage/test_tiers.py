@@ -41,8 +41,7 @@ class TierContract:
         raise NotImplementedError
 
     @settings(
-        max_examples=10,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+        max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
     )
     @given(
         moves=st.lists(
