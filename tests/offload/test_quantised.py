@@ -31,19 +31,22 @@ from tests.offload.quantised import (
 from tests.offload.test_faults import Faults
 
 ADAPTERS = ["*.down.*", "*.up.*"]
+FORMS: dict[str, tuple[Callable[[str], nn.Module], dict[str, Any]]] = {
+    "layers": (layers, {"num_slices": 3}),
+    "blocks": (tower, {"blocks": "layer"}),
+}
 kinds = pytest.mark.parametrize("kind", KINDS)
 recomputations = pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
 
 
 @kinds
 @recomputations
-@pytest.mark.parametrize("form", ["layers", "blocks"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("resident", [None, ADAPTERS], ids=["streamed", "resident"])
 def test_training_over_a_quantised_base_equals_the_plain_model(
     kind: str, recompute: bool, form: str, home: str, resident: Any
 ) -> None:
-    make: Callable[[str], nn.Module] = layers if form == "layers" else tower
-    given: dict[str, Any] = {"num_slices": 3} if form == "layers" else {"blocks": "layer"}
+    make, given = FORMS[form]
     model = OffloadModel(make(kind), "cpu", home, checkpoint_activation=recompute, resident=resident, **given)
     bare = make(kind)
     assert list(model.state_dict()) == list(bare.state_dict())
@@ -67,11 +70,11 @@ def test_a_state_dict_of_a_quantised_model_is_saved_and_loaded(kind: str, home: 
 
 
 @kinds
-@pytest.mark.parametrize("form", ["layers", "blocks"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_of_a_quantised_model_has_its_bytes(kind: str, form: str, how: str, home: str) -> None:
-    make, given = (layers, {"num_slices": 2}) if form == "layers" else (tower, {"blocks": "layer"})
-    model: Any = OffloadModel(make(kind), "cpu", home, checkpoint_activation=True, **given)  # type: ignore[operator]
+    make, given = FORMS[form]
+    model: Any = OffloadModel(make(kind), "cpu", home, checkpoint_activation=True, **given)
     train(model, steps=1)
     copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     x = torch.ones(1, WIDTH)

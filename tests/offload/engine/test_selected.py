@@ -80,9 +80,3 @@ def test_what_is_kept_counts(tmp_path: Any) -> None:
     assert most <= most_predicted
     assert least <= least_predicted
     assert most_predicted - least_predicted == pytest.approx(products, rel=0.25)
-
-
-@pytest.mark.parametrize("keep", ["attentions", 3, [nn.Linear]])
-def test_what_is_no_operation_is_refused(keep: Any) -> None:
-    with pytest.raises(TypeError, match=r"expected 'attention' or overloads such as .*, got keep="):
-        MemoryPolicy(keep=keep)

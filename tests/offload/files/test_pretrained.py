@@ -6,8 +6,10 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from offload import OffloadModel, Pretrained, load_pretrained, save_checkpoint
+from offload import OffloadModel, Pretrained, load_checkpoint, load_pretrained, save_checkpoint
 from offload.files.tensor_file import TensorFile, write_tensors
 from tests.offload.zoo import WIDTH
 
@@ -269,3 +271,29 @@ def test_any_tensor_is_read_into_any_other_through_any_window(data: st.DataObjec
     TensorFile(path).read_into("a", destination, window_bytes=window_bytes)
     assert torch.equal(destination, tensor.to(to))
     assert destination._version > version or not destination.numel()
+
+
+# --- bars, on a terminal ----------------------------------------------------------------------------------------------
+
+
+def test_bars_say_what_is_read_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int, Any]] = []
+
+    def bar(items: Sequence[Any], *, desc: str, unit: str, disable: Any, leave: bool) -> Sequence[Any]:
+        seen.append((f"{desc} ({unit})", len(items), disable))
+        return items
+
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=bar))
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    write_tensors(tmp_path / "m.safetensors", {name: p.detach() for name, p in plain.named_parameters()})
+    path = tmp_path / "m.safetensors"
+    seen.clear()
+    model = OffloadModel.from_pretrained(path, "cpu", tmp_path / "home", model=lambda: plain, num_slices=3)
+    assert seen == [("reading weights (shard)", 3, None)], "tqdm draws for None on a terminal only"
+    seen.clear()
+    save_checkpoint(tmp_path / "checkpoint", model)
+    assert [number for what, number, _ in seen if what.startswith("saving ") and what.endswith("(tensor)")] == [6]
+    seen.clear()
+    load_checkpoint(tmp_path / "checkpoint", model)
+    assert ("loading the model (tensor)", 6, None) in seen
+    model.close()

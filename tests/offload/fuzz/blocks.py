@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.offload.fuzz.sizes import ROWS, WIDTH, linear
-from tests.offload.fuzz.trips import Trip
+from tests.offload.fuzz.layers import ROWS, WIDTH, Trip, linear
 
 
 class Block(nn.Module):

@@ -19,9 +19,9 @@ from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.blocks.find import find_blocks
 from pipe.nested import tensors_in
 from tests.offload.fuzz.blocks import LISTS
+from tests.offload.fuzz.layers import ROWS, WIDTH
 from tests.offload.fuzz.models import IDS, build
 from tests.offload.fuzz.program import Setup
-from tests.offload.fuzz.sizes import ROWS, WIDTH
 from tests.offload.pair import CLASSES
 
 

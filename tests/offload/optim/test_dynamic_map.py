@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -60,3 +62,13 @@ def test_zeros_stay_zeros_and_a_block_that_is_not_finite_says_so() -> None:
     assert not found[BLOCK : 2 * BLOCK].isfinite().any()
     assert not found[2 * BLOCK : 3 * BLOCK].isfinite().any()
     assert torch.equal(found[3 * BLOCK :], torch.ones(BLOCK))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("signed", [False, True])
+def test_levels_are_those_of_the_libraries(signed: bool) -> None:
+    """In an environment of their own (``pip install torchao bitsandbytes``), where these are not installed."""
+    functional: Any = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
+    utils: Any = pytest.importorskip("torchao.optim.quant_utils", reason="needs torchao: pip install torchao")
+    assert torch.equal(levels(signed), functional.create_dynamic_map(signed=signed))
+    torch.testing.assert_close(levels(signed), torch.tensor(utils.create_dynamic_map(signed=signed)), rtol=1e-6, atol=0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
+from offload.mesh.public import check_elementwise
 from tests.offload.pair import CLASSES, Pair
 from tests.offload.side_by_side import advance, assert_equal, train
 from tests.offload.zoo import WIDTH, build
@@ -251,3 +252,46 @@ def test_sixteen_bit_parameters_are_updated_as_the_plain_class_does(
         backward(step, torch.bfloat16, bare, model)
         advance(plain, ours)
     torch.testing.assert_close(dict(model.state_dict()), dict(bare.state_dict()), rtol=0, atol=0)
+
+
+# --- which classes may update parts of parameters: found by trying ----------------------------------------------------
+
+
+class Lamb(torch.optim.SGD):
+    """Scales its step by the norm of the parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p -= 0.1 * p.norm() / p.grad.norm() * p.grad
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop),
+        torch.optim.ASGD,
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"weight_decay": 0.1}])
+def test_elementwise_classes_are_accepted(kind: Any, options: dict[str, Any]) -> None:
+    if kind is torch.optim.Rprop and "weight_decay" in options:
+        options = {}
+    check_elementwise(kind, {"lr": 0.1, **options}, {})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, getattr(torch.optim, "Muon", Lamb), Lamb])
+def test_class_that_needs_whole_parameters_is_refused(kind: Any) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__} updates a matrix differently as a whole and in parts"):
+        check_elementwise(kind, {"lr": 0.1}, {})
+
+
+def test_class_that_cannot_be_tried_is_refused() -> None:
+    with pytest.raises(TypeError, match="SparseAdam cannot be tried"):
+        check_elementwise(torch.optim.SparseAdam, {"lr": 0.1}, {})
+
+
+def test_arguments_of_the_constructor_are_used() -> None:
+    with pytest.raises(TypeError, match="cannot be tried"):
+        check_elementwise(torch.optim.SGD, {}, {"lr": -1.0})

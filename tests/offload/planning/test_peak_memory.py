@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from offload import MemoryPolicy, OffloadModel
 from offload.streaming.lane import CopyLanes
 from tests.offload.late import LateLane
-from tests.offload.zoo import FeedForward
+from tests.offload.zoo import FeedForward, build
 
 WIDTH = 64
 DEPTH = 4
@@ -134,3 +136,21 @@ def test_a_backward_that_failed_midway_is_refused_the_second_time_unless_its_gra
     model.zero_grad()
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_an_estimate_counts_what_a_step_then_moves(tmp_path: Path) -> None:
+    model = OffloadModel(
+        build(["linear"] * 4), "cpu", tmp_path, num_slices=6, checkpoint_activation=True, num_microbatches=3
+    )
+    with pytest.raises(RuntimeError, match="run one training step first"):
+        model.estimate(9)
+    model(torch.randn(9, 8)).sum().backward()
+    before = model.statistics()
+    estimate = model.estimate(9)
+    assert re.search(r"\n *bytes loaded +[\d.]+ KiB\n", str(estimate))
+    model(torch.randn(9, 8)).sum().backward()
+    after = model.statistics()
+    assert estimate.bytes_loaded == after.bytes_loaded - before.bytes_loaded
+    assert estimate.bytes_stored == after.bytes_stored - before.bytes_stored
+    assert estimate.seconds >= estimate.compute_seconds > 0
+    assert after.peak_device_bytes <= estimate.memory_bytes
