@@ -10,16 +10,15 @@ import torch
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from tests.offload.side_by_side import drawn
 from tests.offload.zoo import WIDTH, build
 
-
-def batch() -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+X = drawn(0, 3, WIDTH)
 
 
 def infer(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        output: torch.Tensor = model(batch())
+        output: torch.Tensor = model(X)
     return output
 
 
@@ -41,7 +40,7 @@ def test_with_frozen_weights_inference_loads_nothing_once_all_fits(home: str) ->
         assert [loads(model) for _ in range(4)] == [4, 0, 0, 0]
         assert torch.equal(infer(model), infer(bare))
         with torch.inference_mode():
-            model(batch())
+            model(X)
         model.eval()
         assert loads(model) == 0
     assert [loads(model) for _ in range(2)] == [4, 4]  # outside, they might have been written to
