@@ -1,4 +1,4 @@
-"""Trains and saves, and dies at a given event: ``python -m tests.offload.checkpoint_worker --help``.
+"""Trains and saves, and dies at a given event.
 
 Everything is done in children of this process, which has torch imported already: a child costs milliseconds. A moment
 is the n-th event of a kind, counted over all threads, so it needs no clock; where the other threads are at that moment
@@ -7,7 +7,6 @@ is up to the system, as it is for a real kill.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import hashlib
@@ -127,14 +126,7 @@ def make(home: str, slices: int, *, keep: bool, saved: bool, **how: Any) -> Offl
 
 
 def train(
-    folder: Path,
-    home: str,
-    slices: int,
-    steps: int,
-    states: str,
-    fatal: tuple[str, int] | None,
-    *,
-    keep: bool = False,
+    folder: Path, home: str, slices: int, steps: int, states: str, fatal: tuple[str, int] | None, *, keep: bool = False
 ) -> Outcome:
     """Trains to ``steps`` from the last checkpoint, if there is one, and saves every other step.
 
@@ -182,36 +174,28 @@ def in_child(function: Callable[[], Outcome]) -> Outcome | None:
     return counts, digest
 
 
-def main() -> None:
+def main(name: str, kills: int | str, how: str) -> None:
     """Prints how many children were killed at which kinds of events, and how many rounds came to the same as a run
-    without a kill."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=len(KINDS))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--states", choices=STATES, default="full")
-    parser.add_argument("--keep", action="store_true", help="homes outlive the processes")
-    options = parser.parse_args()
+    without a kill. ``how``: one of :data:`STATES`, or "keep", whose homes outlive the processes."""
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # imports what every child would otherwise import for itself
-    draw = random.Random(options.seed)
-    home = f"{options.folder}/home/"
+    draw, path, kills = random.Random(0), Path(name), int(kills)
+    home = f"{path}/home/"
     # With the most slices, so that a moment that is drawn may lie beyond the end of a run with fewer.
-    run = partial(train, steps=options.steps, states=options.states, keep=options.keep)
-    undisturbed = in_child(partial(run, options.folder / "undisturbed", home, 6, fatal=None))
+    run = partial(train, steps=5, states="full" if how == "keep" else how, keep=how == "keep")
+    undisturbed = in_child(partial(run, path / "undisturbed", home, 6, fatal=None))
     assert undisturbed is not None
     counts, expected = undisturbed
     assert set(counts) == set(KINDS), counts
     kinds = itertools.cycle(KINDS)
     kind, killed = next(kinds), collections.Counter[str]()
     agreed = rounds = 0
-    while killed.total() < options.kills:
+    while killed.total() < kills:
         rounds += 1
-        folder = options.folder / f"round{rounds}"
+        folder = path / f"round{rounds}"
         while True:
             place = home if kind in ("read", "write") else draw.choice(["cpu", home])
-            fatal = (kind, draw.randint(1, counts[kind])) if killed.total() < options.kills else None
+            fatal = (kind, draw.randint(1, counts[kind])) if killed.total() < kills else None
             result = in_child(partial(run, folder, place, draw.randint(1, 6), fatal=fatal))
             if result is not None:
                 break
@@ -223,7 +207,3 @@ def main() -> None:
         numbers = {name.split("-")[1] for name in names if name.startswith(("model-", "state-"))}
         assert len(numbers) <= 2, numbers
     print(json.dumps({"killed": killed, "agreed": agreed, "rounds": rounds}))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload import OffloadModel, OffloadOptimizer
 from pipe.nested import tensors_in
 
-__all__ = ["DeviceCount", "counted_and_predicted"]
-
 
 class DeviceCount(TorchDispatchMode):
     """The most bytes of all storages that layers and autograd use in this context, slots and resting shards included.

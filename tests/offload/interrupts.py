@@ -114,6 +114,11 @@ def lines_of(run: Callable[[], object], *, contexts: bool = False) -> list[Line]
     return lines
 
 
+def first_lines(run: Callable[[], object]) -> list[Line]:
+    """Every other line of the sources that runs, its first time."""
+    return list({line[:2]: line for line in reversed(lines_of(run))}.values())[::2]
+
+
 def interrupted(run: Callable[[], object], line: Line, *, contexts: bool = False) -> str:
     """Runs until a line, where ``KeyboardInterrupt`` is raised.
 

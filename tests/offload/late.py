@@ -34,16 +34,18 @@ class LateArrival(Arrival):
         for arrival in self.after:
             arrival.run()  # type: ignore[attr-defined]
         self.lane.log.append(self.token)
+        copy, self.copy = self.copy, lambda: None  # what it holds is free from now on
         try:
             with torch.no_grad():
-                self.copy()
+                copy()
         except BaseException as error:
             self.error = error
 
     def wait(self) -> None:
         # The adversary lets any other copies overtake this one first.
         pending, random = self.lane.pending, self.lane.random
-        for other in pending[::-1] if self.lane.backwards else random.sample(pending, random.randint(0, len(pending))):
+        some = random.sample(pending, random.randint(0, len(pending)) if self.lane.overtakes else 0)
+        for other in pending[::-1] if self.lane.backwards else some:
             other.run()
         self.run()
         if self.error is not None:
@@ -56,12 +58,12 @@ class LateLane(CopyLane):
     """A lane whose order an adversary chooses.
 
     Args:
-        seed: of the adversary.
+        seed: of the adversary; None: nothing overtakes.
         backwards: the last copy comes first, whatever the seed.
     """
 
-    def __init__(self, seed: int = 0, backwards: bool = False) -> None:
-        self.backwards = backwards
+    def __init__(self, seed: int | None = 0, backwards: bool = False) -> None:
+        self.backwards, self.overtakes = backwards, seed is not None
         self.random = random.Random(seed)
         self.pending: list[LateArrival] = []
         self.log: list[str] = []

@@ -20,23 +20,10 @@ from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkp
 from offload.streaming.heap import return_freed_memory
 from offload.telemetry.peak import anonymous_bytes
 from tests.offload.checkpoint_worker import STATES as FORMS
+from tests.offload.zoo import FeedForward
 
 WIDTH, DEPTH = 384, 6
 STEPS, GROWS_AT, SAVES_AT = 6, 4, 3
-
-
-class Block(nn.Module):
-    """Half of a transformer's."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.widen = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
-        return x + y
 
 
 class Around(nn.Module):
@@ -48,7 +35,7 @@ class Around(nn.Module):
     def __init__(self, width: int, words: int, *, tied: bool) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(FeedForward(width) for _ in range(DEPTH))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, words, bias=False)
         if tied:
@@ -87,7 +74,7 @@ def bare(loop: dict[str, Any], width: int) -> nn.Module:
     """The model: blocks that are called in order, or with as many ``words`` around them."""
     if loop.get("words"):
         return Around(width, loop["words"] if width == WIDTH else 64, tied=loop.get("tied", False))
-    return nn.Sequential(*(Block(width) for _ in range(DEPTH)))
+    return nn.Sequential(*(FeedForward(width) for _ in range(DEPTH)))
 
 
 def initialise(model: nn.Module) -> None:
@@ -139,8 +126,6 @@ def run(loop: dict[str, Any], folder: Path, width: int = WIDTH) -> list[float]:
     optimizer = OffloadOptimizer(model, kind, update_in_backward=loop["in_backward"], states=states, **options)
     losses = train(model, optimizer, loop, width, folder)
     optimizer.synchronize()
-    if loop.get("verbose"):
-        print(model.memory_report(), file=sys.stderr)
     model.close()
     return losses
 
@@ -168,7 +153,3 @@ def main() -> None:
     fused = {"fused": True} if kind is torch.optim.AdamW else {}
     theirs = train(plain, kind(plain.parameters(), **options, **fused), loop)
     print(json.dumps({"bytes": nbytes, "ours": ours, "theirs": theirs}))
-
-
-if __name__ == "__main__":
-    main()

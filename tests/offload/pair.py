@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.func import functional_call
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from tests.offload.side_by_side import offloaded
@@ -40,15 +39,13 @@ class Pair:
         max_norm: float | None = None,
         kinds: tuple[str, ...] = ("linear", "dropout", "unused", "linear"),
         slices: int = 4,
-        param_dtype: torch.dtype | None = None,
         memory: MemoryPolicy | None = None,
         **more: Any,
     ) -> None:
         kind, arguments = CLASSES[name]
         self.max_norm = max_norm
         self.bare = build(kinds)
-        self.model = offloaded(self.bare, home, slices, memory=memory, param_dtype=param_dtype)
-        self.param_dtype = param_dtype
+        self.model = offloaded(self.bare, home, slices, memory=memory)
         self.plain = kind(self.bare.parameters(), **arguments)
         self.ours = OffloadOptimizer(self.model, kind, max_norm=max_norm, **arguments, **more)
         self.exact = name in ("sgd", "momentum", "nesterov") and max_norm is None
@@ -63,16 +60,9 @@ class Pair:
         self.count += 1
         return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(self.count))
 
-    def run_bare(self, x: torch.Tensor) -> torch.Tensor:
-        """The bare model; in ``param_dtype`` on casts of its parameters, which keep their own type."""
-        if self.param_dtype is None:
-            return self.bare(x)
-        casts = {name: p.to(self.param_dtype) for name, p in self.bare.named_parameters()}
-        return functional_call(self.bare, casts, x.to(self.param_dtype))
-
     def backward(self) -> None:
         x = self.batch()
-        for run in (self.run_bare, self.model):
+        for run in (self.bare, self.model):
             torch.manual_seed(self.count)
             (run(x) - 1).pow(2).mean().backward()
 
@@ -105,10 +95,10 @@ class Pair:
     def eval(self) -> None:
         x = self.batch()
         results = []
-        for run, module in ((self.run_bare, self.bare), (self.model, self.model)):
+        for module in (self.bare, self.model):
             module.eval()
             with torch.no_grad():
-                results.append(run(x))
+                results.append(module(x))
             module.train()
         self.assert_close(results[1], results[0])
 

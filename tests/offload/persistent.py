@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel
+from tests.offload import side_by_side
+from tests.offload.side_by_side import drawn
 
 WIDTH = 12
 
@@ -43,15 +45,8 @@ def offloaded(model: nn.Module, folder: Path, *, slices: int = 3, **choices: boo
 
 
 def train(model: nn.Module, steps: range) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for k in steps:
-        optimizer.zero_grad()
-        loss = model(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(k))).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    batches = [drawn(k, 6, WIDTH) for k in steps]
+    return side_by_side.train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
 
 
 def everything(model: nn.Module) -> dict[str, Tensor]:

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from offload import OffloadModel
 
-__all__ = ["advance", "assert_equal", "close", "drawn", "offloaded", "train"]
-
 
 def offloaded(bare: Any, home: Any = "cpu", slices: int | None = None, **choices: Any) -> Any:
     """A copy of a model, offloaded; its layers are recomputed unless it is said otherwise."""

@@ -102,15 +102,8 @@ def test_compiled_layers_stay_compiled_and_hooks_of_blocks_run_once(
         else:
             parts[k] = torch.compile(layer, backend=counted)
     names = [name for name, _ in compiled.named_parameters()]
-    model = OffloadModel(
-        compiled,
-        "cpu",
-        tmp_path,
-        num_slices=2,
-        blocks=blocks,
-        checkpoint_activation=mode != "kept",
-        memory=MemoryPolicy.fixed(graph_bytes="1MiB" if mode == "graphs" else None),
-    )
+    policy = MemoryPolicy.fixed(graph_bytes="1MiB" if mode == "graphs" else None)
+    model = OffloadModel(compiled, "cpu", tmp_path, 2, mode != "kept", blocks=blocks, memory=policy)
     hooked: list[nn.Module] = []
     parts[1].register_forward_hook(lambda block, args, output: hooked.append(block))
     for _ in range(3):

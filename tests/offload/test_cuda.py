@@ -22,12 +22,11 @@ from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.engine import Engine
 from offload.engine.visit import Visit
 from offload.streaming.lane import Arrival, StreamCopyLane
+from tests.offload.blocks.towers import loss_of, make, words
+from tests.offload.side_by_side import close
 from tests.offload.zoo import WIDTH, build
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CYCLES = 20_000_000  # some ten milliseconds of a device's clock: much longer than any copy or kernel here
 ROOT = Path(__file__).parents[2]
@@ -272,3 +271,32 @@ def test_the_host_never_synchronises_where_all_rests_on_the_device() -> None:
         step()
     with assert_no_synchronisation():
         step()
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_steps_of_a_model_with_blocks_are_those_of_the_plain_one(home: str, tmp_path: Path) -> None:
+    """Twin: blocks/test_own_forward.py."""
+    bare = make(dropout=0.0)
+    model: Any = OffloadModel(
+        copy.deepcopy(bare),
+        "cuda",
+        tmp_path if home == "disk" else "cpu",
+        checkpoint_activation=True,
+        blocks="encoder.layer",
+    )
+    bare.cuda()
+    assert model.words.weight.is_cuda
+    assert not model.encoder.layer[0].linear.weight.is_cuda
+    plain = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9)
+    ours = OffloadOptimizer(model, torch.optim.SGD, max_norm=0.5, lr=0.05, momentum=0.9)
+    for seed in range(3):
+        plain.zero_grad()
+        ours.zero_grad()
+        for each in (bare, model):
+            # The words are on the host: the model brings them to its device.
+            loss_of(each(words(seed=seed).to("cpu" if each is model else "cuda"))).backward()
+        torch.nn.utils.clip_grad_norm_(bare.parameters(), 0.5)
+        plain.step()
+        ours.step()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert close(p.detach().cpu(), q.detach().cpu())

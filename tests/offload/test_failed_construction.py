@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import offload.model
 from offload import OffloadModel, save_checkpoint
 from offload.files.tensor_file import StoredTensor
 from offload.meta_device.materialize import Materializer
-from tests.offload.interrupts import interrupted, lines_of
+from tests.offload.interrupts import first_lines, interrupted
 from tests.offload.open_files import open_files
 from tests.offload.test_faults import Faults
 
@@ -143,19 +144,11 @@ def test_an_interrupt_at_any_line_of_a_construction_leaves_the_layers_as_they_we
     def members(model: nn.Module) -> list[object]:
         return [module._parameters for module in model.modules()]
 
-    first = {
-        line[:2]: line
-        for line in reversed(lines_of(lambda: OffloadModel(layers(), "cpu", num_slices=3, checkpoint_activation=False)))
-    }
-    made = 0
-    lines = list(first.values())[::2]
+    made, lines = 0, first_lines(lambda: OffloadModel(layers(), "cpu", num_slices=3))
     for line in lines:
         model = layers()
         before, mappings = StateBefore(model), members(model)
-        if (
-            interrupted(lambda model=model: OffloadModel(model, "cpu", num_slices=3, checkpoint_activation=False), line)
-            == "raised"
-        ):  # type: ignore[misc]
+        if interrupted(partial(OffloadModel, model, "cpu", num_slices=3), line) == "raised":
             before.check()
             assert all(now is then for now, then in zip(members(model), mappings, strict=True)), line
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 from offload import MemoryPolicy, OffloadModel
 from offload.storage.disk import DiskBlock, DiskScratch
 from tests.offload.open_files import open_files
+from tests.offload.side_by_side import assert_equal, offloaded
 from tests.offload.test_model import at_home, batch
 from tests.offload.zoo import build
 
@@ -47,12 +47,7 @@ class Faults:
         ),
         (DiskBlock, "write", errno.ENOSPC, r"storing gradients to disk \(.*\): No space left on device"),
         (DiskScratch, "store", errno.ENOSPC, r"boundary .*disk \(.*\): No space left on device"),
-        (
-            DiskScratch,
-            "fetch",
-            errno.EIO,
-            r"reading a boundary from disk \(.*\): Input/output error",
-        ),
+        (DiskScratch, "fetch", errno.EIO, r"reading a boundary from disk \(.*\): Input/output error"),
     ],
 )
 def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
@@ -60,15 +55,7 @@ def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
 ) -> None:
     faults = Faults(monkeypatch, owner, name, OSError(number, os.strerror(number)))
     bare = build(["linear", "inplace", "linear"])
-    model = OffloadModel(
-        copy.deepcopy(bare),
-        "cpu",
-        f"{tmp_path}/",
-        num_slices=5,
-        checkpoint_activation=True,
-        num_microbatches=2,
-        memory=MemoryPolicy.fixed(boundary_bytes=0),
-    )
+    model = offloaded(bare, tmp_path, 5, num_microbatches=2, memory=MemoryPolicy.fixed(boundary_bytes=0))
     bare(batch()).pow(2).mean().backward()
     model(batch()).pow(2).mean().backward()
     in_a_step = faults.calls
@@ -82,23 +69,15 @@ def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
         faults.fatal = -1
         # What the forward left in slots stays there where its backward fails before its first cell.
         assert not model._homes.busy
-        for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-            assert torch.equal(p, q)
+        assert all(map(torch.equal, bare.parameters(), model.parameters()))
     model.zero_grad()
     model(batch()).pow(2).mean().backward()
     assert at_home(model)
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    assert_equal(bare, model, exact=False)
 
 
 def test_a_short_read_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    model = OffloadModel(
-        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)),
-        "cpu",
-        f"{tmp_path}/",
-        num_slices=2,
-        checkpoint_activation=False,
-    )
+    model = OffloadModel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "cpu", tmp_path, num_slices=2)
     (path,) = open_files(tmp_path, "weights")
     os.truncate(path, 20_480)
     with pytest.raises(OSError, match=r"loading shard 1 from disk .*weights: the file ends after 20,480 bytes"):

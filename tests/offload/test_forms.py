@@ -25,18 +25,16 @@ from offload import (
     save_checkpoint,
 )
 from offload.forms.weight_forms import noise, weight_form_of
-from offload.optim.dynamic_map import decode, encode
+from offload.optim.dynamic_map import BLOCK, decode, encode, levels
 from offload.optim.state_forms import in_full
 from offload.streaming.grad_norm import norm_of
+from tests.offload import side_by_side
+from tests.offload.pair import CLASSES
+from tests.offload.side_by_side import advance, drawn
 
 BF16 = torch.bfloat16
-CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True, "foreach": False}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1, "fused": False}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),  # updates a matrix as a whole
-}
+#: One kernel for tensors of all sizes.
+KERNELS: dict[str, dict[str, bool]] = {"adamw": {"fused": True}, "adagrad": {"fused": False}}
 #: ``store_dtype``, ``gradient_dtype``, ``states``.
 FORMS: dict[str, tuple[Any, Any, Any]] = {
     "split weights": ("split", None, None),
@@ -59,7 +57,7 @@ def layers(device: str = "cpu", seed: int = 0) -> nn.Sequential:
 
 
 def batch(k: int) -> Tensor:
-    return torch.randn(8, 72, generator=torch.Generator().manual_seed(k))
+    return drawn(k, 8, 72)
 
 
 def folder_in(home: str, name: str) -> str:
@@ -103,6 +101,7 @@ class Twins:
         self, form: str, home: str, name: str = "adamw", *, max_norm: float | None = None, **more: Any
     ) -> None:
         kind, arguments = CLASSES[name]
+        arguments = arguments | KERNELS.get(name, {"foreach": False})
         self.weights, self.gradients, self.states = FORMS[form]
         self.max_norm, self.count = max_norm, 0
         self.bare = layers()
@@ -141,9 +140,8 @@ class Twins:
                 for name, p in self.bare.named_parameters() if self.weights is BF16 else ():
                     p.copy_(stochastic(p, self.count, name))
                 self.round_states()
-            self.ours.step()
+            advance(self.ours)
             self.plain.zero_grad()
-            self.ours.zero_grad()
 
     def round_gradients(self) -> None:
         members = [*self.bare.parameters()]
@@ -276,8 +274,7 @@ def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(
     for _ in range(3):
         before = model.statistics().bytes_moved
         model(torch.ones(2, 64)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     s = model.statistics()
     # Two shards are still in their slots when backward begins.
     assert s.bytes_moved - before == (5 * moved - 2 * (2 if weights else 4)) * 64 * 64
@@ -337,10 +334,7 @@ def made(bare: nn.Sequential, home: Any, form: str | None, **more: Any) -> Made:
 
 def train(model: OffloadModel, optimizer: OffloadOptimizer) -> list[Tensor]:
     """Weights and states after two steps."""
-    for k in range(2):
-        optimizer.zero_grad()
-        model(batch(k)).square().mean().backward()
-        optimizer.step()
+    side_by_side.train(model, optimizer, map(batch, range(2)))
     states = (v for state in optimizer.state_dict()["state"].values() for v in state.values())
     return [value.clone() for value in (*model.state_dict().values(), *map(torch.as_tensor, states))]
 
@@ -588,29 +582,67 @@ def test_a_sparse_gradient_of_an_encoded_state_is_refused_in_step(home: str, mon
     assert all(map(torch.equal, model.parameters(), before))
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
+# --- the 8-bit map of optimizer states --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"store_dtype": "half"}, ValueError, "expected None .*, torch.bfloat16 or 'split', got store_dtype='half'"),
-        ({"store_dtype": 16}, TypeError, "got int .store_dtype=16."),
-        ({"store_dtype": "split", "model": layers().double()}, ValueError, "expected float32 parameters"),
-        ({"store_dtype": "split", "model": [nn.Embedding(4, 4, sparse=True)]}, ValueError, "expected dense gradients"),
-        ({"gradient_dtype": torch.float16}, ValueError, "got gradient_dtype=torch.float16: float16 would overflow"),
-        ({"gradient_dtype": "bfloat16"}, TypeError, "got gradient_dtype='bfloat16'"),
-        ({"accumulate_in_gradient_dtype": True}, ValueError, "needs gradient_dtype=torch.bfloat16, got None"),
-        ({"gradient_dtype": BF16, "accumulate_in_gradient_dtype": 1}, TypeError, "accumulate_in_gradient_dtype=1"),
-        ({"states": "4bit"}, ValueError, "expected None .*, torch.bfloat16 or '8bit', got states='4bit'"),
-        ({"states": torch.float16}, ValueError, "got states=torch.float16"),
-        ({"states": 8}, TypeError, "got int .states=8."),
-    ],
-)
-def test_what_cannot_be_stored_so_is_refused_at_construction(
-    arguments: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    states = arguments.get("states")
-    how = {"model": layers(), "device": "cpu", **{k: v for k, v in arguments.items() if k != "states"}}
-    with pytest.raises(error, match=match):
-        OffloadOptimizer(OffloadModel(**how), torch.optim.Adam, states=states)
+def stored(values: Tensor) -> tuple[Tensor, Tensor]:
+    codes = torch.full_like(values, 77, dtype=torch.uint8)
+    scales = torch.full((-(-values.numel() // BLOCK),), torch.nan)
+    encode(values, codes, scales)
+    return codes, scales
+
+
+def back(values: Tensor) -> Tensor:
+    found = torch.full_like(values, torch.nan)
+    decode(*stored(values), found)
+    return found
+
+
+def hard_values(count: int, *, signed: bool) -> Tensor:
+    """Values over ten decades, blocks of other sizes, exact levels and the middles between them."""
+    generator = torch.Generator().manual_seed(count)
+    values = torch.randn(count, generator=generator) * 10 ** -(10 * torch.rand(count, generator=generator))
+    known = levels(signed)
+    some = torch.cat([known, (known[1:] + known[:-1]) / 2])[:count]
+    values[: some.numel()] = some
+    values *= 10 ** torch.randn(-(-count // BLOCK), generator=generator).repeat_interleave(BLOCK)[:count]
+    return values if signed else values.abs()
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 1000, 4096])
+@pytest.mark.parametrize("signed", [False, True])
+def test_each_value_becomes_the_nearest_level_of_its_block(count: int, signed: bool) -> None:
+    values = hard_values(count, signed=signed)
+    found = back(values)
+    for block, result in zip(values.split(BLOCK), found.split(BLOCK), strict=True):
+        largest = block.abs().max()
+        known = levels(bool((block < 0).any())) * largest
+        distance = (block.unsqueeze(1).double() - known.double()).abs().min(dim=1).values
+        error = (block.double() - result.double()).abs()
+        # Positive values below the least level are not rounded to 0: the error is at most this level.
+        least = float(known[1]) if not (block < 0).any() else 0.0
+        near = error <= distance + 1e-7 * float(largest)
+        raised = (block > 0) & (result.double() == least) & (least > 0)
+        assert bool((near | raised).all())
+
+
+def test_zeros_stay_zeros_and_a_block_that_is_not_finite_says_so() -> None:
+    values = torch.ones(4 * BLOCK)
+    values[:BLOCK] = 0
+    values[BLOCK + 3] = torch.nan
+    values[2 * BLOCK + 3] = -torch.inf
+    found = back(values)
+    assert torch.equal(found[:BLOCK], torch.zeros(BLOCK))
+    assert not found[BLOCK : 2 * BLOCK].isfinite().any()
+    assert not found[2 * BLOCK : 3 * BLOCK].isfinite().any()
+    assert torch.equal(found[3 * BLOCK :], torch.ones(BLOCK))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("signed", [False, True])
+def test_levels_are_those_of_the_libraries(signed: bool) -> None:
+    """In an environment of their own (``pip install torchao bitsandbytes``), where these are not installed."""
+    functional: Any = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
+    utils: Any = pytest.importorskip("torchao.optim.quant_utils", reason="needs torchao: pip install torchao")
+    assert torch.equal(levels(signed), functional.create_dynamic_map(signed=signed))
+    torch.testing.assert_close(levels(signed), torch.tensor(utils.create_dynamic_map(signed=signed)), rtol=1e-6, atol=0)

@@ -36,20 +36,13 @@ def checkpointed() -> float:
 
 
 @pytest.mark.parametrize(
-    ("home", "microbatches", "most"),
-    [("memory", 1, 1.3), ("memory", 4, 1.3), ("files", 1, 1.6), ("files", 4, 1.3)],
+    ("home", "microbatches", "most"), [("memory", 1, 1.3), ("memory", 4, 1.3), ("files", 1, 1.6), ("files", 4, 1.3)]
 )
 def test_a_recomputed_block_takes_few_more_calls_than_a_checkpoint_of_torch(
     checkpointed: float, home: str, microbatches: int, most: float, tmp_path: Path
 ) -> None:
-    model = OffloadModel(
-        blocks(),
-        "cpu",
-        tmp_path if home == "files" else "cpu",
-        num_slices=BLOCKS,
-        checkpoint_activation=True,
-        num_microbatches=microbatches,
-    )
+    place = tmp_path if home == "files" else "cpu"
+    model = OffloadModel(blocks(), "cpu", place, BLOCKS, True, microbatches)
     x = torch.randn(4, 16)
     assert calls_of(lambda: model(x).mean().backward()) / microbatches <= most * checkpointed
 

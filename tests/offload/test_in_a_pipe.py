@@ -14,6 +14,7 @@ from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer
 from pipe import Pipe
+from tests.offload import side_by_side
 from tests.offload.zoo import WIDTH, build
 from tests.pipe.turns import Turner
 
@@ -33,10 +34,7 @@ def blocks(count: int, *, dropout: float = 0.3) -> list[nn.Sequential]:
 
 def offloaded(parts: list[nn.Sequential], home: str, *, slices: int = 1, **arguments: Any) -> nn.Sequential:
     """Stages with the weights of ``parts``, at home."""
-    arguments = {"checkpoint_activation": True, **arguments}
-    return nn.Sequential(
-        *(OffloadModel(copy.deepcopy(part), "cpu", home, num_slices=slices, **arguments) for part in parts)
-    )
+    return nn.Sequential(*(side_by_side.offloaded(part, home, slices, **arguments) for part in parts))
 
 
 def standing(parts: list[nn.Sequential]) -> nn.Sequential:

@@ -11,7 +11,7 @@ import pytest
 
 from offload.storage.disk import DiskBlock, DiskTier
 from offload.streaming.moves import HomeInUseError
-from tests.offload.interrupts import interrupted, lines_of
+from tests.offload.interrupts import first_lines, interrupted
 from tests.offload.open_files import open_files
 from tests.offload.pair import Pair
 from tests.offload.test_faults import Faults
@@ -70,9 +70,9 @@ def test_a_disk_that_fails_moves_nothing(
 def test_an_interrupt_at_any_line_moves_all_or_nothing(tmp_path: Path) -> None:
     pair, there = trained(tmp_path), ([0, 1], [1, 2])
     keep = pair.model._homes.keep_in_memory
-    lines = {line[:2]: line for line in reversed(lines_of(lambda: keep(there[1])))}
+    some = first_lines(lambda: keep(there[1]))
     keep(there[0])
-    raised, some = 0, list(lines.values())[::2]
+    raised = 0
     for line in some:
         before = in_memory(pair)
         wanted = there[before == [j in there[0] for j in range(4)]]

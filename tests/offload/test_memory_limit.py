@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import mmap
 import tempfile
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.telemetry.peak import anonymous_bytes
-from tests.offload.memory_bound import memory_bound
+from offload.telemetry.peak import PeakMeter, anonymous_bytes
 from tests.programs import run_program
 
 MIB = 1 << 20
@@ -28,20 +29,10 @@ PLAIN: dict[str, Any] = {
     "set_to_none": True,
     "saves": False,
 }
-LOOPS = st.fixed_dictionaries(
-    {
-        "memory": st.integers(56, 140).map(lambda mib: f"{mib}MiB"),
-        "home": st.just("disk"),
-        "rows": st.sampled_from([64, 256]),
-        "growth": st.sampled_from([1, 3]),
-        "microbatches": st.sampled_from([1, 4]),
-        "accumulation": st.sampled_from([1, 2]),
-        "optimizer": st.sampled_from(["adamw", "momentum"]),
-        "in_backward": st.booleans(),
-        "set_to_none": st.booleans(),
-        "saves": st.booleans(),
-    }
-)
+CHOICES: dict[str, list[Any]] = {"rows": [64, 256], "growth": [1, 3], "microbatches": [1, 4], "accumulation": [1, 2]}
+CHOICES |= {"optimizer": ["adamw", "momentum"]}
+CHOICES |= {name: [False, True] for name in ("in_backward", "set_to_none", "saves")}
+LOOPS = {name: st.sampled_from(values) for name, values in CHOICES.items()}
 
 
 def check_peak(loop: dict[str, Any]) -> None:
@@ -53,7 +44,8 @@ def check_peak(loop: dict[str, Any]) -> None:
     assert ended.status == 0, ended.errors
     found = json.loads(ended.output)
     limit = int(loop["memory"].removesuffix("MiB")) * MIB
-    assert found["bytes"] < memory_bound(limit), f"{found['bytes'] / MIB:.1f} MiB for {loop}"
+    # The allocator of a CPU keeps what was freed as it likes.
+    assert found["bytes"] < 1.10 * limit + 32 * MIB, f"{found['bytes'] / MIB:.1f} MiB for {loop}"
     if loop.get("form"):
         assert found["ours"] == pytest.approx(found["theirs"], rel=1e-3)
     elif loop["microbatches"] == 1:
@@ -80,6 +72,31 @@ def test_the_peak_stays_within_the_limit(loop: dict[str, Any]) -> None:
 
 
 @settings(max_examples=2, derandomize=True)
-@given(LOOPS)
-def test_the_peak_of_any_loop_stays_within_the_limit(loop: dict[str, Any]) -> None:
-    check_peak(loop)
+@given(st.fixed_dictionaries(LOOPS), st.integers(56, 140))
+def test_the_peak_of_any_loop_stays_within_the_limit(loop: dict[str, Any], mib: int) -> None:
+    check_peak(PLAIN | loop | {"memory": f"{mib}MiB"})
+
+
+NEAR = 2 * MIB
+
+
+def fill(memory: mmap.mmap) -> None:
+    for begin in range(0, len(memory), mmap.PAGESIZE):
+        memory[begin] = 1
+
+
+def touch(nbytes: int) -> None:
+    """Takes so many bytes of memory, and returns them."""
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        fill(memory)
+
+
+def test_a_peak_counts_what_was_returned_meanwhile() -> None:
+    meter = PeakMeter(torch.device("cpu"))
+    touch(MIB)
+    meter.begin()
+    if meter.rise() is None:
+        pytest.skip("the system does not let a process forget its peak")
+    touch(64 * MIB)
+    touch(16 * MIB)
+    assert meter.rise() == pytest.approx(64 * MIB, abs=NEAR)

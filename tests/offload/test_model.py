@@ -6,14 +6,17 @@ import copy
 import gc
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from offload import MemoryPolicy, OffloadModel
+from offload import OffloadModel, offload
 from offload.engine.sequential import _brought
+from tests.offload.blocks.towers import Model, loss_of, make, words
+from tests.offload.side_by_side import assert_equal, drawn, offloaded
 from tests.offload.zoo import WIDTH, build
 from tests.programs import run_program
 
@@ -28,51 +31,6 @@ def at_home(model: OffloadModel) -> bool:
         s.parameter.data_ptr() == shard.home_view(s).data_ptr() for shard in model._homes.shards for s in shard.own
     )
     return not model._homes.streamer.loaded and all(in_storage)
-
-
-# --- arguments ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"model": nn.Linear(2, 2)}, TypeError, "expected a model with a list of blocks of one class, got Linear"),
-        ({"model": nn.Sequential()}, ValueError, "at least one layer"),
-        ({"model": []}, TypeError, "got list"),
-        ({"device": "gpu"}, TypeError, "device='gpu'"),
-        ({"device": None}, TypeError, "device=None"),
-        ({"device": "meta"}, ValueError, "CPU or CUDA"),
-        ({"num_slices": 9}, ValueError, "from 1 to 3 slices .* num_slices=9"),
-        ({"num_slices": 0}, ValueError, "num_slices=0"),
-        ({"num_slices": "2"}, TypeError, "num_slices='2'"),
-        ({"num_microbatches": 0}, ValueError, "num_microbatches=0"),
-        ({"num_microbatches": 1.5}, ValueError, "num_microbatches=1.5"),
-        ({"memory": "much"}, ValueError, "memory='much'"),
-        (
-            {"memory": MemoryPolicy.fixed(graph_bytes="1MiB"), "checkpoint_activation": False},
-            ValueError,
-            "graph_bytes needs checkpoint_activation=True",
-        ),
-        ({"offload_device": "disk"}, ValueError, "offload_device"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: dict[str, object], error: type[Exception], match: str) -> None:
-    defaults: dict[str, object] = {"model": build(["linear"]), "device": "cpu"}
-    with pytest.raises(error, match=match):
-        OffloadModel(**{**defaults, **arguments})  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-def test_a_cuda_device_that_is_not_there_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="no CUDA device; pass device='cpu'"):
-        OffloadModel(build([]), 0, num_slices=2, checkpoint_activation=False)
-
-
-def test_rows_that_disagree_are_refused() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_microbatches=2, num_slices=3, checkpoint_activation=False)
-    with pytest.raises(ValueError, match=r"sizes of dimension 0 \[4, 6\]"):
-        model(batch(6), other=batch(4))
-    assert at_home(model)
 
 
 # --- names and transparency of the container ------------------------------------------------------------------------
@@ -106,9 +64,7 @@ def test_a_step_loads_each_shard_at_most_twice_whatever_the_number_of_microbatch
     home: str, microbatches: int, recompute: bool
 ) -> None:
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
-    model = OffloadModel(
-        layers, "cpu", home, num_slices=6, checkpoint_activation=recompute, num_microbatches=microbatches
-    )
+    model = OffloadModel(layers, "cpu", home, 6, recompute, microbatches)
     planned = model.plan()
     for step in range(1, 4):
         model(batch(14)).sum().backward()
@@ -160,8 +116,7 @@ def test_a_layer_that_starts_to_write_into_its_input_is_refused_once() -> None:
         model(batch())
     for run in (bare, model):
         run(batch()).sum().backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    assert_equal(bare, model)
 
 
 def test_a_layer_that_calls_its_own_model_is_refused() -> None:
@@ -182,9 +137,7 @@ def test_layers_that_are_not_deterministic_are_named() -> None:
             Fickle.calls += 1  # of the class: an attribute of the layer would be put back
             return super().forward(x).exp() if Fickle.calls % 2 else super().forward(x[:1]).exp()
 
-    model = OffloadModel(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), Fickle(WIDTH, WIDTH)), "cpu", num_slices=2, checkpoint_activation=True
-    )
+    model = offloaded([nn.Linear(WIDTH, WIDTH), Fickle(WIDTH, WIDTH)], slices=2)
     with pytest.raises(RuntimeError, match="the recomputation of shard 1 to save what its forward saved"):
         model(batch()).sum().backward()
 
@@ -258,14 +211,7 @@ def test_many_microbatches_are_not_summed_in_bfloat16(masters: torch.dtype) -> N
     torch.manual_seed(0)
     rows = 512
     layer = nn.Linear(4, 1, bias=False).to(masters)
-    model = OffloadModel(
-        nn.Sequential(layer, nn.Identity()),
-        "cpu",
-        num_slices=1,
-        checkpoint_activation=True,
-        num_microbatches=rows,
-        param_dtype=torch.bfloat16,
-    )
+    model = OffloadModel([layer, nn.Identity()], "cpu", "cpu", 1, True, rows, param_dtype=torch.bfloat16)
     x = torch.rand(rows, 4)
     model(x).float().sum().backward()
     exact = x.bfloat16().double().sum(0, keepdim=True)
@@ -296,3 +242,75 @@ def test_distributed_parameters_are_refused_before_anything_moves(tmp_path: Path
         assert {name: p.data_ptr() for name, p in layers[0].named_parameters()} == before
     finally:
         dist.destroy_process_group()
+
+
+# --- one object, of its class and with its names ----------------------------------------------------------------------
+
+BLOCKS = "encoder.layer"
+
+
+class Layers(nn.Sequential):
+    """A Sequential of a class of its own, with a method and an attribute."""
+
+    title = "layers"
+
+    def first_bias(self) -> Tensor:
+        first: Any = self[0]
+        return first.bias  # type: ignore[no-any-return]
+
+
+def layers(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    torch.manual_seed(0)
+    return kind(*(nn.Linear(4, 4) for _ in range(3)))
+
+
+def step(model: Any) -> Tensor:
+    torch.manual_seed(3)
+    loss = loss_of(model(words())) if isinstance(model, Model) else model(drawn(1, 2, 4)).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("wrap", [offload, OffloadModel])
+@pytest.mark.parametrize("make_model", [layers, make], ids=["sequential", "own forward"])
+def test_the_model_that_was_given_is_offloaded(make_model: Any, wrap: Any) -> None:
+    model = make_model()
+    bare, kind, names = copy.deepcopy(model), type(model), list(model.state_dict())
+    members = list(model.modules())
+    blocks = {"blocks": BLOCKS} if isinstance(model, Model) else {"num_slices": 2}
+    assert wrap(model, "cpu", **blocks) is model
+    assert isinstance(model, OffloadModel)
+    assert isinstance(model, kind)
+    assert type(model).__name__ == kind.__name__
+    assert list(model.state_dict()) == names
+    assert all(ours is before for ours, before in zip(model.modules(), members, strict=True))
+    for _ in range(2):
+        assert torch.equal(step(bare), step(model))
+        assert_equal(bare, model)
+    assert model.statistics().shard_loads
+    assert "D0" in str(model.plan())
+
+
+def test_a_sequential_keeps_its_class_methods_and_indexing() -> None:
+    model: Any = layers(Layers)
+    members = list(model)
+    offload(model, "cpu", num_slices=2)
+    assert isinstance(model, Layers)
+    assert model.title == "layers"
+    assert model.first_bias() is members[0].bias
+    assert (len(model), list(model), model[-1]) == (3, members, members[-1])
+    some = model[1:]
+    assert type(some) is Layers  # an ordinary one
+    assert list(some) == members[1:]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_offloaded_model_is_refused(inside: bool) -> None:
+    model = layers()
+    bare = copy.deepcopy(model)
+    offload(model, "cpu", num_slices=2)
+    given = nn.Sequential(nn.Identity(), model) if inside else model
+    with pytest.raises(TypeError, match="expected a model that is not offloaded yet"):
+        offload(given, "cpu")
+    assert torch.equal(step(bare), step(model))
+    assert_equal(bare, model)

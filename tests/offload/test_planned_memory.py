@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.planner.memory_planner import MemoryPlanner
 from offload.planning.choose import moves
 from offload.telemetry.peak import anonymous_bytes
+from tests.offload import side_by_side
+from tests.offload.side_by_side import advance, assert_equal, drawn
 from tests.offload.zoo import OwnForward
 
 WIDTH, ROWS, DEPTH = 256, 64, 6
@@ -63,41 +63,20 @@ def on_a_device(model: OffloadModel, nbytes: int, monkeypatch: pytest.MonkeyPatc
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rows: int = ROWS) -> list[float]:
-    losses = []
-    for k in range(steps):
-        torch.manual_seed(k)
-        optimizer.zero_grad()
-        loss = model(torch.randn(rows, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return side_by_side.train(model, optimizer, [drawn(k, rows, WIDTH) for k in range(steps)])
 
 
 @pytest.mark.parametrize("memory", ["23MiB", "32MiB", "64MiB", "1GiB", "auto"])
 @pytest.mark.parametrize("where", ["disk", "host"])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_training_is_that_of_the_plain_model_whatever_memory_allows(
-    memory: str, where: str, num_microbatches: int, tmp_path: Path
-) -> None:
+def test_training_is_that_of_the_plain_model_whatever_memory_allows(memory: str, where: str, tmp_path: Path) -> None:
     if where == "host" and memory in ("23MiB", "32MiB"):
         memory = "96MiB"  # homes in host memory count
     plain = stack()
-    pieces = copy.deepcopy(plain)
-    home = tmp_path if where == "disk" else "cpu"
-    model = OffloadModel(pieces, "cpu", home, num_microbatches=num_microbatches, memory=memory)
+    model = OffloadModel(stack(), "cpu", tmp_path if where == "disk" else "cpu", memory=memory)
     ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    if num_microbatches == 1:
-        assert train(model, ours, 6) == train(plain, theirs, 6)
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p, q), name
-    else:
-        for module in (model, plain):
-            for layer in module.modules():
-                if isinstance(layer, nn.Dropout):
-                    layer.p = 0.0
-        torch.testing.assert_close(train(model, ours, 6), train(plain, theirs, 6))
+    assert train(model, ours, 6) == train(plain, theirs, 6)
+    assert_equal(plain, model)
     assert planner_of(model).choice is not None
     model.close()
 
@@ -235,14 +214,8 @@ def test_shards_whose_weights_are_viewed_elsewhere_stay_where_they_are(tmp_path:
         assert torch.equal(views[name], p), name
 
 
-@settings(max_examples=8, derandomize=True)
-@given(
-    depth=st.integers(1, 5),
-    width=st.sampled_from([16, 128]),
-    rows=st.sampled_from([8, 200]),
-    microbatches=st.sampled_from([1, 3]),
-    kind=st.sampled_from([torch.optim.AdamW, torch.optim.SGD]),
-)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(("depth", "width", "rows", "microbatches"), [(1, 16, 8, 1), (5, 128, 200, 3), (4, 128, 8, 1)])
 def test_a_model_made_with_the_least_that_an_error_names_gets_past_it(
     depth: int, width: int, rows: int, microbatches: int, kind: Any
 ) -> None:
@@ -266,8 +239,7 @@ def test_a_model_made_with_the_least_that_an_error_names_gets_past_it(
                 where = "step"
                 for _ in range(5):
                     model(torch.ones(rows, width)).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    advance(optimizer)
                 break
             except (ValueError, RuntimeWarning) as error:
                 refused.append(where)
@@ -285,14 +257,9 @@ def test_rows_that_are_longer_than_before_are_planned_or_refused_as_more_rows(tm
     model = OffloadModel(copy.deepcopy(layers), "cpu", tmp_path, memory=MemoryPolicy("40MiB", resident_bytes=0), **how)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(layers.parameters(), lr=0.1)
-    for length in (8, 8, 8, 8, 40, 4, 41, 8):
-        batch = torch.randn(16, length, WIDTH)
-        for run, each in ((model, optimizer), (layers, plain)):
-            each.zero_grad()
-            run(batch).square().mean().backward()
-            each.step()
-    for (name, a), b in zip(layers.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    batches = [torch.randn(16, length, WIDTH) for length in (8, 8, 8, 8, 40, 4, 41, 8)]
+    assert side_by_side.train(model, optimizer, batches) == side_by_side.train(layers, plain, batches)
+    assert_equal(layers, model)
     assert {rows for _, rows in planner_of(model)._ran} == {(16,), (80,), (8,), (88,)}  # 82 is rounded up
     before = model.statistics()
     with pytest.raises(ValueError, match=r"80000 rows as long as those of the first batch takes .* or shorter"):
@@ -316,8 +283,7 @@ def test_rows_longer_than_all_before_have_the_least_memory_and_their_excess_is_t
 
     def graphs_kept(length: int) -> int:
         model(torch.randn(2, length, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
         return 0 if planner.choice is None else len(planner.choice.kept)
 
     assert [graphs_kept(32) for _ in range(14)][-1]

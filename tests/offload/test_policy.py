@@ -21,7 +21,7 @@ import offload.memory
 from offload import MemoryPolicy, OffloadModel
 from offload.limits import Grant, MemoryLimits
 from offload.memory import Needs, layout_of, limits_for, memory_of
-from offload.planning.budget import shown_bytes
+from offload.planning.budget import parse_bytes, shown_bytes
 from offload.telemetry.statistics import Meter
 from tests.offload.zoo import build
 
@@ -66,6 +66,10 @@ def test_a_policy_holds_bytes_whatever_it_was_given() -> None:
         ({"slots": "3"}, TypeError, "slots='3'"),
         ({"activation_bytes": 0}, ValueError, "activation_bytes=0"),
         ({"join_chunks": 1}, TypeError, "join_chunks=1"),
+        *(
+            ({"keep": keep}, TypeError, "expected 'attention' or overloads such as .*, got keep=")
+            for keep in ("attentions", 3, [nn.Linear])
+        ),
         *(
             ({f"{name}_bytes": value}, error, f"{name}_bytes={value!r}")
             for name, (value, error) in itertools.product(
@@ -212,3 +216,19 @@ def test_the_log_has_the_plan_that_was_chosen(tmp_path: Path, caplog: pytest.Log
             model(torch.randn(8, 64)).sum().backward()
     (plan,) = caplog.messages
     assert re.fullmatch(r"memory=64\.0 MiB: \d slots, \d shards in memory, .*", plan)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (5, 5), ("5", 5), ("2GiB", 2 << 30), ("1.5 KiB", 1536), ("3MB", 3_000_000), ("1tib", 1 << 40), ("7b", 7),
+        ("2 gallons", ValueError), ("", ValueError), ("-1GiB", ValueError), (0, ValueError), (1.5, TypeError),
+        (True, TypeError),
+    ],
+)  # fmt: skip
+def test_bytes_are_read_as_people_write_them_and_what_is_none_is_named(value: Any, found: Any) -> None:
+    if isinstance(found, int):
+        assert parse_bytes(value) == found
+    else:
+        with pytest.raises(found, match="memory="):
+            parse_bytes(value)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import offload.model
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
-from offload.storage.disk import DiskTier
+from tests.offload import side_by_side
 from tests.offload.quantised import (
     KINDS,
     WIDTH,
@@ -31,19 +31,22 @@ from tests.offload.quantised import (
 from tests.offload.test_faults import Faults
 
 ADAPTERS = ["*.down.*", "*.up.*"]
+FORMS: dict[str, tuple[Callable[[str], nn.Module], dict[str, Any]]] = {
+    "layers": (layers, {"num_slices": 3}),
+    "blocks": (tower, {"blocks": "layer"}),
+}
 kinds = pytest.mark.parametrize("kind", KINDS)
 recomputations = pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
 
 
 @kinds
 @recomputations
-@pytest.mark.parametrize("form", ["layers", "blocks"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("resident", [None, ADAPTERS], ids=["streamed", "resident"])
 def test_training_over_a_quantised_base_equals_the_plain_model(
     kind: str, recompute: bool, form: str, home: str, resident: Any
 ) -> None:
-    make: Callable[[str], nn.Module] = layers if form == "layers" else tower
-    given: dict[str, Any] = {"num_slices": 3} if form == "layers" else {"blocks": "layer"}
+    make, given = FORMS[form]
     model = OffloadModel(make(kind), "cpu", home, checkpoint_activation=recompute, resident=resident, **given)
     bare = make(kind)
     assert list(model.state_dict()) == list(bare.state_dict())
@@ -67,11 +70,11 @@ def test_a_state_dict_of_a_quantised_model_is_saved_and_loaded(kind: str, home: 
 
 
 @kinds
-@pytest.mark.parametrize("form", ["layers", "blocks"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_of_a_quantised_model_has_its_bytes(kind: str, form: str, how: str, home: str) -> None:
-    make, given = (layers, {"num_slices": 2}) if form == "layers" else (tower, {"blocks": "layer"})
-    model: Any = OffloadModel(make(kind), "cpu", home, checkpoint_activation=True, **given)  # type: ignore[operator]
+    make, given = FORMS[form]
+    model: Any = OffloadModel(make(kind), "cpu", home, checkpoint_activation=True, **given)
     train(model, steps=1)
     copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     x = torch.ones(1, WIDTH)
@@ -85,41 +88,13 @@ def test_a_copy_of_a_quantised_model_has_its_bytes(kind: str, form: str, how: st
 def test_a_checkpoint_holds_the_parts_of_quantised_weights(kind: str, tmp_path: Path) -> None:
     model = OffloadModel(layers(kind), "cpu", tmp_path / "a", 2, checkpoint_activation=True)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1)
-    model(torch.ones(1, WIDTH)).sum().backward()
-    optimizer.step()
+    side_by_side.train(model, optimizer, [torch.ones(1, WIDTH)])
     optimizer.zero_grad()
     save_checkpoint(tmp_path / "saved", model, optimizer)
     other = OffloadModel(layers(kind, seed=1), "cpu", "cpu", 3, checkpoint_activation=True)
     load_checkpoint(tmp_path / "saved", other, OffloadOptimizer(other, torch.optim.AdamW, lr=0.1))
     assert torch.equal(other(torch.ones(1, WIDTH)), model(torch.ones(1, WIDTH)))
     assert_same(train(other, steps=1), train(model, steps=1))
-
-
-@kinds
-@pytest.mark.parametrize("resident", [None, ADAPTERS], ids=["streamed", "resident"])
-def test_gradients_and_moments_are_stored_of_trainable_parameters_only(
-    kind: str, resident: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of parameters that stay on the compute device are in no file, nor are these."""
-    allocated: dict[str, int] = {}
-    allocate = DiskTier.allocate
-
-    def recording(self: DiskTier, nbytes: int, label: str, **kwargs: Any) -> Any:
-        allocated[label] = allocated.get(label, 0) + nbytes
-        return allocate(self, nbytes, label, **kwargs)
-
-    monkeypatch.setattr(DiskTier, "allocate", recording)
-    model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=True, resident=resident)
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1)
-    model(torch.ones(1, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.synchronize()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    others = sum(nbytes for label, nbytes in allocated.items() if not label.endswith("weights"))
-    if resident:
-        assert others == model.statistics().bytes_stored == 0
-    else:
-        assert 0 < others <= 3 * sum(p.nbytes for p in trained) + 64 * len(allocated)
 
 
 def test_frozen_adapters_that_are_resident_end_backward_early(tmp_path: Path) -> None:
@@ -181,19 +156,6 @@ def test_what_cannot_be_taken_apart_is_refused_before_anything_moved(make: Any, 
         OffloadModel(model, "cpu", tmp_path / "home", checkpoint_activation=True)
     assert [x.data_ptr() for v in model.state_dict(keep_vars=True).values() for x in plain_values(v)[:1]] == before
     assert not (tmp_path / "home").exists()
-
-
-@pytest.mark.parametrize(
-    ("resident", "error", "reason"),
-    [
-        ("*.lora_*", ValueError, "matches none"),
-        (3, TypeError, "patterns of parameter names"),
-        ("*.base.weight.*", ValueError, "is quantised"),
-    ],
-)
-def test_what_cannot_be_resident_is_refused(resident: Any, error: Any, reason: str) -> None:
-    with pytest.raises(error, match=reason):
-        OffloadModel(layers("subclass"), "cpu", resident=resident)
 
 
 def test_a_quantised_weight_that_becomes_trainable_is_refused_by_the_next_forward() -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer
 from offload.advise.__main__ import _parser, main
@@ -25,6 +24,8 @@ from offload.advise.report import Report
 from offload.advise.sources import Source, source_of
 from offload.files.tensor_file import StoredTensor
 from offload.planning.choose import predict
+from tests.offload.side_by_side import advance
+from tests.offload.zoo import Attention, FeedForward
 from tests.programs import run_program
 
 RATES = Rates(
@@ -40,24 +41,8 @@ RATES = Rates(
 WIDTH = 64
 
 
-class Block(nn.Module):
-    """A transformer block with fused attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        out: Tensor = x + self.narrow(functional.gelu(self.wide(self.norm2(x))))
-        return out
-
-
 def blocks() -> list[nn.Module]:
-    return [Block() for _ in range(5)]
+    return [nn.Sequential(nn.LayerNorm(WIDTH), Attention(WIDTH, 4), FeedForward(WIDTH)) for _ in range(5)]
 
 
 def blocks_on_meta() -> list[nn.Module]:
@@ -138,10 +123,7 @@ GPT |= {"architectures": ["GPT2LMHeadModel"]}
 
 @pytest.mark.parametrize(
     ("fields", "parameters", "count"),
-    [
-        pytest.param(LLAMA, 6_738_415_616, 35, id="Llama 2 7B"),
-        pytest.param(GPT, 124_439_808, 16, id="GPT-2"),
-    ],
+    [pytest.param(LLAMA, 6_738_415_616, 35, id="Llama 2 7B"), pytest.param(GPT, 124_439_808, 16, id="GPT-2")],
 )
 def test_a_configuration_gives_the_published_number_of_parameters(
     fields: dict[str, Any], parameters: int, count: int, tmp_path: Path
@@ -201,8 +183,7 @@ def test_predicted_bytes_are_within_two_percent_of_what_the_planner_predicts_aft
     for _ in range(6):
         output = model(x)
         getattr(output, "logits", output).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     predicted = model.memory_report().predicted
     assert predicted is not None
     mine = predict(given.step_model(limit), predicted.choice).memory_bytes

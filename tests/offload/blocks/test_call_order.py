@@ -1,10 +1,12 @@
-"""Forwards that call their blocks in another order than ``blocks=`` names them: it is noted on the first, then held."""
+"""Forwards that call their blocks in another order than ``blocks=`` names them: loads, other orders, tied blocks.
+
+What they compute is claimed by the loops of the fuzz.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -72,40 +74,6 @@ def assert_step_equal(bare: nn.Module, model: nn.Module, seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(step(bare, seed), step(model, seed), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("calls", "choices"),
-    [
-        ("the other first", {}),
-        ("last first", {"checkpoint_activation": False}),
-        ("reversed", {"memory": "1GiB"}),
-        ("last first", {"update_in_backward": True}),
-        ("reversed", {"num_slices": 2}),
-        ("interleaved", {"num_slices": 3}),
-        ("last first", {"num_slices": 1}),
-        ("interleaved", {"frozen": ("prefix", "suffix", "down")}),
-        ("last first", {"frozen": ("prefix", "up"), "checkpoint_activation": False}),
-    ],
-)
-def test_steps_are_bit_equal_in_any_order_of_calls(calls: str, choices: dict[str, Any], tmp_path: Path) -> None:
-    bare, choices = Tower(calls), {**choices}
-    in_backward = choices.pop("update_in_backward", False)
-    for name in choices.pop("frozen", ()):
-        bare.get_submodule(name).requires_grad_(False)
-    model = wrap(bare, tmp_path, **choices)
-    reference = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9, update_in_backward=in_backward)
-    for seed in range(3):
-        assert_step_equal(bare, model, seed)
-        if not in_backward:
-            assert_equal(bare, model)
-        validate(model.plan())
-        advance(reference, optimizer)
-        optimizer.synchronize()
-        assert_equal(bare, model)
-    with torch.no_grad():
-        assert torch.equal(bare.eval()(batch(9)), model.eval()(batch(9)))
-
-
 def test_the_second_step_loads_what_it_loads_where_names_are_in_the_order_of_calls(tmp_path: Path) -> None:
     counts = []
     for calls in ("as named", "interleaved"):
@@ -126,6 +94,7 @@ def test_every_forward_may_have_another_order_and_without_gradients_it_loads_eac
         bare.calls = model.calls = CALLS[calls]
         assert_step_equal(bare, model, seed)
         assert_equal(bare, model, exact=False)
+        validate(model.plan())
     for calls in ("reversed", "as named", "last first"):
         bare.calls = model.calls = CALLS[calls]
         with torch.no_grad():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer, init_empty_weights
+from tests.offload import zoo
 from tests.offload.blocks.towers import WIDTH, Model, loss_of, make, step, words
 from tests.offload.persistent import everything
 from tests.offload.side_by_side import assert_equal
@@ -284,15 +285,16 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_all_parameters_compute_in_param_dtype(dtype: torch.dtype, recompute: bool) -> None:
-    bare = make()
-    plain, model = cast(bare, dtype), wrap(bare, param_dtype=dtype, checkpoint_activation=recompute)
+@pytest.mark.parametrize("blocks", ["encoder.layer", None])
+def test_all_parameters_compute_in_param_dtype(dtype: torch.dtype, recompute: bool, blocks: str | None) -> None:
+    bare = make() if blocks else zoo.build(["linear", "dropout", "rnn"])
+    plain, model = cast(bare, dtype), wrap(bare, blocks=blocks, param_dtype=dtype, checkpoint_activation=recompute)
     extra = torch.randn(3, 5, WIDTH)
     inputs = [extra.clone().requires_grad_(), extra.to(dtype).requires_grad_()]
     losses = []
     for each, x in ((model, inputs[0]), (plain, inputs[1])):
         torch.manual_seed(3)
-        losses.append(loss_of(each(words(), extra=x)))
+        losses.append(loss_of(each(words(), extra=x)) if blocks else each(x).square().mean())
         losses[-1].backward()
     assert losses[0].dtype is dtype
     assert torch.equal(*losses)

@@ -13,18 +13,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from gradcache import GradCache
 from offload import OffloadModel
 from pipe import Pipe
-from tests.offload.blocks.towers import (
-    WIDTH,
-    WORDS,
-    Block,
-    make,
-    step,
-    words,
-    wrap,
-)
+from tests.offload.blocks.towers import WIDTH, WORDS, Block, make, step, words, wrap
 from tests.offload.side_by_side import assert_equal, close
 
 BLOCKS = "encoder.layer"
@@ -76,16 +67,6 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.tower(x)["logits"].mean(1))
-
-
-def test_gradcache_takes_one_visit_for_all_chunks() -> None:
-    """What it computes is claimed by the loops of the fuzz."""
-    model = wrap(make(dropout=0.0))
-    cache = GradCache(
-        [model, model], 2, lambda x, y: (x @ y.T).sum(), get_rep_fn=lambda output: output["logits"].mean(1)
-    )
-    cache(words(4), words(4, 3, seed=5))
-    assert model.statistics().shard_loads <= 2 * len(model._homes.shards)
 
 
 def test_it_is_a_stage_of_a_pipe() -> None:
@@ -206,61 +187,6 @@ def test_blocks_are_named_by_class_or_names_or_found_with_a_warning() -> None:
         model = wrap(make(), blocks=None)
     assert sum(each.category is UserWarning for each in caught) == 1  # beside that of a home in memory
     assert len(model._homes.shards) == 4
-
-
-def twice() -> nn.Module:
-    bare = make(3)
-    bare.encoder.layer.append(bare.encoder.layer[0])
-    return bare
-
-
-def tied() -> nn.Module:
-    bare = make()
-    bare.norm.weight = bare.encoder.layer[0].norm.weight
-    return bare
-
-
-def nested() -> nn.Module:
-    bare = make()
-    bare.encoder.layer[0].below = bare.encoder.layer[1]
-    return bare
-
-
-def scripted() -> nn.Module:
-    bare = make()
-    bare.encoder.layer[1] = torch.jit.script(nn.Linear(4, 4))
-    return bare
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("make_it", "choices", "error", "message"),
-    [
-        (make, {"blocks": "encoder.layers"}, ValueError, "its lists are encoder.layer"),
-        (make, {"blocks": "encoder"}, TypeError, "got Encoder"),
-        (make, {"blocks": nn.Conv2d}, ValueError, "Conv2d"),
-        (make, {"blocks": 3}, TypeError, "blocks=3"),
-        (make, {"blocks": []}, TypeError, r"blocks=\[\]"),
-        (make, {"blocks": [BLOCKS, BLOCKS]}, ValueError, "each list of blocks once"),
-        (make, {"num_slices": 5}, ValueError, "from 1 to 4 slices"),
-        (lambda: nn.Linear(2, 2), {"blocks": None}, TypeError, "list of blocks of one class"),
-        (twice, {}, ValueError, r"layer\.0 and encoder\.layer\.3 are the same module"),
-        (tied, {}, ValueError, r"norm\.weight is tied to encoder\.layer\.0\.norm\.weight"),
-        (
-            nested,
-            {},
-            ValueError,
-            r"layer\.1 is inside block encoder\.layer\.0; name lists that are apart",
-        ),
-        (scripted, {}, ValueError, r"block encoder\.layer\.1 is scripted"),
-    ],
-)
-def test_what_is_no_list_of_blocks_is_refused(make_it: Any, choices: Any, error: Any, message: str) -> None:
-    bare = make_it()
-    before = [(p, p.data_ptr()) for p in bare.parameters()]
-    with pytest.raises(error, match=message):
-        OffloadModel(bare, "cpu", **{"blocks": BLOCKS, **choices})
-    assert all(p is q and p.data_ptr() == at for p, (q, at) in zip(bare.parameters(), before, strict=True))
 
 
 class Resizable(nn.Module):

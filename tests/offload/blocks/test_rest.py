@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.planning.budget import shown_bytes
 from tests.offload.blocks import towers
-from tests.offload.blocks.towers import WIDTH, make, step, words
+from tests.offload.blocks.towers import WIDTH, Large, make, step, words
 from tests.offload.side_by_side import advance, assert_equal, train
 
 ALL = ["words", "encoder.layer", "head"]
@@ -36,31 +36,11 @@ def test_a_checkpoint_moves_between_models_whose_embedding_streams_and_stays(tmp
 # --- by memory --------------------------------------------------------------------------------------------------------
 
 
-class Large(nn.Module):
-    """Its embedding and its head are much larger than its blocks."""
-
-    def __init__(self, *, tied: bool = True, rows: int = 8000) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(8000, WIDTH * 4)
-        self.layer = nn.ModuleList(nn.Linear(WIDTH * 4, WIDTH * 4) for _ in range(4))
-        self.head = nn.Linear(WIDTH * 4, rows, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        for block in self.layer:
-            x = torch.tanh(block(x))
-        y: Tensor = self.head(x.mean(1))
-        return y
-
-
 def limited(bare: nn.Module, home: Any, memory: int | str, **choices: Any) -> Any:
-    return OffloadModel(copy.deepcopy(bare), "cpu", home, **{"memory": memory, "blocks": "layer", **choices})
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, **{"memory": memory, "blocks": "layers", **choices})
 
 
-BLOCKS = [f"layer.{k}" for k in range(4)]
+BLOCKS = [f"layers.{k}" for k in range(4)]
 #: Of the embedding.
 BYTES = 8000 * 4 * WIDTH * 4
 
@@ -108,7 +88,7 @@ def test_what_cannot_be_a_shard_stays_and_the_error_counts_it(tmp_path: Path) ->
 
 
 def test_the_slots_of_a_step_take_one_large_shard_and_two_blocks(tmp_path: Path) -> None:
-    model = OffloadModel(Large(), "cpu", tmp_path, blocks=["words", "layer", "head"], checkpoint_activation=True)
+    model = OffloadModel(Large(), "cpu", tmp_path, blocks=["words", "layers", "head"], checkpoint_activation=True)
     model(words()).square().mean().backward()
     block = model._homes.shards[1].slot_bytes
     held = model.statistics().peak_device_bytes

@@ -75,6 +75,26 @@ class Model(nn.Module):
         return {"logits": self.head(x), "states": x, "hidden": tuple(every) if hidden else None}
 
 
+class Large(nn.Module):
+    """Its embedding and its head, which may be tied, are much larger than its blocks."""
+
+    def __init__(self, *, tied: bool = True, words: int = 8000, rows: int | None = None, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.head = nn.Linear(width, rows or words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.layers:
+            x = torch.tanh(block(x))
+        y: Tensor = self.head(x.mean(1))
+        return y
+
+
 def make(blocks: int = 4, dropout: float = 0.1, seed: int = 0) -> Model:
     torch.manual_seed(seed)
     return Model(blocks, dropout)

@@ -21,15 +21,12 @@ from tests.offload.scenarios.rows import LateLane
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
 ROWS, DIM = 23, 4
-
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.3),
     "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
     "sparse_adam": lambda p: torch.optim.SparseAdam(p, 0.05),
     "rowwise": lambda p: RowWiseAdagrad(p, 0.1),
 }
-
-
 LANES = {"thread": lambda: None, "earliest": InlineLane, "latest": LateLane}
 
 

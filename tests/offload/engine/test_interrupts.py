@@ -33,11 +33,7 @@ EXTENTS = ["every other", pytest.param("each time", marks=pytest.mark.slow)]
 #: Home, arguments of the model, optimizer.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "recompute": ("host", {"checkpoint_activation": True}, "plain"),
-    "disk": (
-        "disk",
-        {"checkpoint_activation": True, "memory": MemoryPolicy.fixed(boundary_bytes=0)},
-        "clipped",
-    ),
+    "disk": ("disk", {"checkpoint_activation": True, "memory": MemoryPolicy.fixed(boundary_bytes=0)}, "clipped"),
     "graphs": ("host", {"checkpoint_activation": True, "memory": MemoryPolicy.fixed(graph_bytes=1 << 20)}, "plain"),
     "keep": ("host", {"checkpoint_activation": False, "num_microbatches": 2}, "in backward"),
     "cast": ("disk", {"checkpoint_activation": True, "param_dtype": torch.bfloat16}, "clipped"),

@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -348,14 +349,12 @@ def test_a_strided_nested_tensor_is_refused_by_name_where_it_would_be_stored() -
         model(torch.randn(2, WIDTH))
 
 
-@pytest.mark.parametrize("kind", ["model", "pipe"])
-def test_sparse_inputs_are_not_cut_into_micro_batches(kind: str) -> None:
-    layers = nn.Sequential(Call(propagate), Call(features))
-    run: Any = (
-        OffloadModel(layers, "cpu", num_slices=2, num_microbatches=2, checkpoint_activation=False)
-        if kind == "model"
-        else Pipe(layers, balance=[1, 1], devices=["cpu", "cpu"], chunks=2)
-    )
+CUT = (partial(OffloadModel, device="cpu", num_microbatches=2), partial(Pipe, balance=[2], devices=["cpu"], chunks=2))
+
+
+@pytest.mark.parametrize("wrap", CUT)
+def test_sparse_inputs_are_not_cut_into_micro_batches(wrap: Any) -> None:
+    run = wrap(nn.Sequential(Call(propagate), Call(features)))
     with pytest.raises(TypeError, match=r"layout torch.sparse_coo; pass NoChunk"):
         run((torch.eye(NODES).to_sparse(), torch.randn(NODES, WIDTH)))
 

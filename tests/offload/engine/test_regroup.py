@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
+from tests.offload.side_by_side import offloaded
 from tests.offload.zoo import WIDTH, build
 
 
@@ -26,14 +25,7 @@ def test_gradients_are_those_of_the_chunks_apart(home: str, skip: int | None) ->
     chunks = list(torch.randn(22, WIDTH).split(3))
     gradients = {}
     for budget in (None, 1, "1MiB"):
-        model = OffloadModel(
-            copy.deepcopy(bare),
-            "cpu",
-            home,
-            num_slices=3,
-            checkpoint_activation=True,
-            memory=MemoryPolicy.fixed(activation_bytes=budget),
-        )
+        model = offloaded(bare, home, 3, memory=MemoryPolicy.fixed(activation_bytes=budget))
         forwards = []
         model.get_submodule("0").register_forward_pre_hook(lambda _m, x, f=forwards: f.append(len(x[0])))
         trial = [] if budget is None else [3]
@@ -54,12 +46,8 @@ def test_chunks_of_layers_that_draw_stay_apart_unless_the_policy_joins_them(draw
     chunks = list(torch.randn(8, WIDTH).split(2))
     seen = {}
     for join in (None, True, False):
-        model = OffloadModel(
-            build(["dropout"]),
-            "cpu",
-            num_slices=3,
-            memory=MemoryPolicy.fixed(activation_bytes="1MiB", join_chunks=join),
-        )
+        policy = MemoryPolicy.fixed(activation_bytes="1MiB", join_chunks=join)
+        model = OffloadModel(build(["dropout"]), "cpu", num_slices=3, memory=policy)
         sizes: list[int] = []
         model.get_submodule("1").register_forward_pre_hook(lambda _m, x, s=sizes: s.append(len(x[0])))
         if drawn == "after a step without":
@@ -80,13 +68,8 @@ def test_an_output_that_has_no_row_for_each_row_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.sum(0, keepdim=True)
 
-    model = OffloadModel(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), Pool()),
-        "cpu",
-        num_slices=2,
-        checkpoint_activation=True,
-        memory=MemoryPolicy.fixed(activation_bytes=10**6),
-    )
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Pool())
+    model = offloaded(layers, slices=2, memory=MemoryPolicy.fixed(activation_bytes=10**6))
     chunks = list(torch.randn(6, WIDTH).split(2))
     with pytest.raises(ValueError, match="one row for each of the 6 rows of 3 chunks"):
         model.forward_chunks(chunks)

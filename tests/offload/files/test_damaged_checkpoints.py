@@ -27,6 +27,7 @@ from offload import OffloadModel, OffloadOptimizer, Pretrained, load_checkpoint,
 from offload.files.save_folder import CRC, FILES, INDEX, SAVE, ChecksumError
 from offload.files.tensor_file import open_tensors
 from offload.untrusted import sum_of, sum_of_values
+from tests.offload.side_by_side import advance
 from tests.programs import run_program
 
 State = tuple[dict[str, Any], dict[str, Any], Any]
@@ -39,8 +40,7 @@ def make(value: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
     for k, parameter in enumerate(model.parameters()):
         nn.init.constant_(parameter, value)
         parameter.grad = torch.full_like(parameter, value + k)
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(optimizer)
     return model, optimizer
 
 
@@ -108,8 +108,7 @@ def load(folder: Path) -> tuple[State, State, Any]:
     model = OffloadModel(make(7.0)[0], "cpu", num_slices=2, checkpoint_activation=False)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
     model(torch.ones(4, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(optimizer)
     before = state_of(model, optimizer)
     found: Any
     try:
@@ -337,9 +336,6 @@ def test_a_state_file_that_is_no_state_is_refused(tmp_path: Path, way: str) -> N
     else:
         torch.save({}, path)
     with_sum_of(path)
-    message = {
-        "compressed": "larger than the file",
-        "without keys": "missing .* 'optimizer'",
-    }
+    message = {"compressed": "larger than the file", "without keys": "missing .* 'optimizer'"}
     with pytest.raises(ValueError, match=rf"state\.pt: .*{message[way]}"):
         load_checkpoint(tmp_path, *make())

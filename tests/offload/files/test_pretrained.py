@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Mapping
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from offload import OffloadModel, Pretrained, load_pretrained, save_checkpoint
+from offload import OffloadModel, Pretrained, load_checkpoint, load_pretrained, save_checkpoint
 from offload.files.tensor_file import StoredTensor, open_tensors, write_tensors
 from tests.offload.zoo import WIDTH
 
@@ -174,14 +177,8 @@ def test_names_of_the_files_become_names_of_the_model(key_map: str, tmp_path: Pa
     model = model_of(2)
     load_pretrained(model, tmp_path / "weights", key_map=KEY_MAPS[key_map])
     assert_equal(model, tensors)
-    made = OffloadModel(
-        on_meta(),
-        "cpu",
-        num_slices=2,
-        pretrained=Pretrained(tmp_path / "weights", key_map=KEY_MAPS[key_map]),
-        checkpoint_activation=False,
-    )
-    assert_equal(made, tensors)
+    weights = Pretrained(tmp_path / "weights", key_map=KEY_MAPS[key_map])
+    assert_equal(OffloadModel(on_meta(), "cpu", num_slices=2, pretrained=weights), tensors)
 
 
 def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
@@ -204,9 +201,7 @@ def test_everything_that_does_not_fit_is_named_and_nothing_is_written(when: str,
     before = copy.deepcopy(model.state_dict())
     load: dict[str, Callable[[], object]] = {
         "later": lambda: load_pretrained(model, tmp_path / "weights"),
-        "construction": lambda: OffloadModel(
-            bare, "cpu", tmp_path / "home", pretrained=tmp_path / "weights", num_slices=3, checkpoint_activation=False
-        ),
+        "construction": lambda: OffloadModel(bare, "cpu", tmp_path / "home", 3, pretrained=tmp_path / "weights"),
     }
     with pytest.raises(ValueError, match="nothing was loaded") as caught:
         load[when]()
@@ -233,12 +228,7 @@ def break_index(folder: Path) -> None:
 
 FAULTS: list[tuple[str, Callable[[Path], object], type[Exception], str]] = [
     ("empty", lambda f: [p.unlink() for p in f.iterdir()], FileNotFoundError, "a directory without"),
-    (
-        "gone",
-        lambda f: [(f / INDEX).unlink(), *(p.unlink() for p in f.iterdir()), f.rmdir()],
-        FileNotFoundError,
-        "path",
-    ),
+    ("gone", shutil.rmtree, FileNotFoundError, "path"),
     ("a file gone", lambda f: (f / "model-00002-of-00003.safetensors").unlink(), FileNotFoundError, "00002-of-00003"),
     ("no map", lambda f: (f / INDEX).write_text("{}"), ValueError, "expected an index with a weight_map"),
     ("lost tensor", break_index, ValueError, "lost in model-00001-of-00003"),
@@ -280,3 +270,29 @@ def test_any_tensor_is_read_into_any_other(data: st.DataObject, tmp_path_factory
     open_tensors(path)["a"].read_into(destination)
     assert torch.equal(destination, tensor.to(to))
     assert destination._version > version or not destination.numel()
+
+
+# --- bars, on a terminal ----------------------------------------------------------------------------------------------
+
+
+def test_bars_say_what_is_read_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int, Any]] = []
+
+    def bar(items: Sequence[Any], *, desc: str, unit: str, disable: Any, leave: bool) -> Sequence[Any]:
+        seen.append((f"{desc} ({unit})", len(items), disable))
+        return items
+
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=bar))
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    write_tensors(tmp_path / "m.safetensors", {name: p.detach() for name, p in plain.named_parameters()})
+    path = tmp_path / "m.safetensors"
+    seen.clear()
+    model = OffloadModel.from_pretrained(path, "cpu", tmp_path / "home", model=lambda: plain, num_slices=3)
+    assert seen == [("reading weights (shard)", 3, None)], "tqdm draws for None on a terminal only"
+    seen.clear()
+    save_checkpoint(tmp_path / "checkpoint", model)
+    assert [number for what, number, _ in seen if what.startswith("saving ") and what.endswith("(tensor)")] == [6]
+    seen.clear()
+    load_checkpoint(tmp_path / "checkpoint", model)
+    assert ("loading the model (tensor)", 6, None) in seen
+    model.close()

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from gradcache import GradCache
 from pipe.interception import offered
 from pipe.nested import tensors_in
+from tests.offload.fuzz.layers import WIDTH
 from tests.offload.fuzz.models import RANDOM, STATEFUL, WRITERS
 from tests.offload.fuzz.passes import loss_of
 from tests.offload.fuzz.program import Statement
-from tests.offload.fuzz.sizes import WIDTH
 from tests.offload.fuzz.world import World
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.offload.fuzz.sizes import ROWS, WIDTH, linear
-from tests.offload.fuzz.trips import Trip
+from tests.offload.fuzz.layers import ROWS, WIDTH, Trip, linear
 
 
 class Block(nn.Module):
@@ -259,14 +258,15 @@ def aside(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TwoLists(Model):
-    """A second list of blocks behind a layer."""
+    """A second list of blocks."""
 
-    def __init__(self, trips: bool) -> None:
-        super().__init__(trips, two_lists, count=2, middle=linear)
+    def __init__(self, trips: bool, run: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(trips, run, count=2, middle=linear)
         self.more = nn.ModuleList(Block(trips) for _ in range(2))
 
 
 def two_lists(model: Any, x: Tensor) -> Tensor:
+    """The second list runs behind a layer."""
     first = model.stem(x)
     x = first
     for block in model.blocks:
@@ -275,6 +275,15 @@ def two_lists(model: Any, x: Tensor) -> Tensor:
     x = first
     for block in model.more:
         x = block(x, memory)
+    return model.head(x)
+
+
+def ordered(model: Any, x: Tensor, calls: str) -> Tensor:
+    """Blocks of the first list (a, b) and of the second one (c, d) run in this order, with a mask that all get."""
+    x, mask = model.stem(x), torch.sigmoid(model.middle(x))
+    blocks = dict(zip("abcd", (*model.blocks, *model.more), strict=True))
+    for call in calls:
+        x = model.trip(blocks[call](x, mask)) * 1.25
     return model.head(x)
 
 
@@ -288,6 +297,7 @@ def partly_fixed(model: Any, x: Tensor) -> Tensor:
     return model.head(x)
 
 
+ORDERS = "acbd", "badc", "cdab", "dabc"
 #: Makes a model, with layers in which an interrupt can strike or without them.
 BLOCKS: dict[str, Callable[[bool], nn.Module]] = {
     "blocks": partial(Model, run=plain),
@@ -305,18 +315,18 @@ BLOCKS: dict[str, Callable[[bool], nn.Module]] = {
     "blocks_limited": partial(Model, run=plain, kind=Limited),
     "blocks_lora": Lora,
     "blocks_aside": partial(Model, run=aside, branch=linear),
-    "blocks_lists": TwoLists,
+    "blocks_lists": partial(TwoLists, run=two_lists),
+    **{f"blocks_{calls}": partial(TwoLists, run=partial(ordered, calls=calls)) for calls in ORDERS},
     "blocks_fixed": partial(Model, run=partly_fixed, count=4),
     "blocks_all": partial(Model, run=plain),
 }
 
 #: The names of their lists of blocks.
 LISTS: dict[str, tuple[str, ...]] = dict.fromkeys(BLOCKS, ("blocks",)) | {
-    "blocks_lists": ("blocks", "more"),
+    **dict.fromkeys(["blocks_lists", *(f"blocks_{calls}" for calls in ORDERS)], ("blocks", "more")),
     "blocks_all": ("stem", "blocks", "head"),  # nothing is around the blocks
 }
 
 #: Models in which a tensor takes gradients of several pieces of graph, which are summed in another order.
-REORDERED = frozenset(
-    f"blocks_{name}" for name in ("glued", "sided", "around", "reversible", "hidden", "words", "lists", "fixed")
-)
+SUMS = "glued", "sided", "around", "reversible", "hidden", "words", "lists", "fixed"
+REORDERED = frozenset(f"blocks_{name}" for name in (*SUMS, *ORDERS))

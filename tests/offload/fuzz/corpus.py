@@ -5,25 +5,9 @@ from __future__ import annotations
 from tests.offload.fuzz.around import AuxiliaryLoss, Checkpointed, Regularised, SetAside, TiedAround
 from tests.offload.fuzz.gradients import NewOptimizer, Step, TrainStep, ZeroGrad
 from tests.offload.fuzz.hooks import Hook, RemoveHooks
-from tests.offload.fuzz.passes import (
-    Backward,
-    Forward,
-    Functional,
-    Interrupt,
-    Penalty,
-)
+from tests.offload.fuzz.passes import Backward, Forward, Functional, Interrupt, Penalty
 from tests.offload.fuzz.program import Program, Setup, Statement
-from tests.offload.fuzz.weights import (
-    Checkpoint,
-    Copy,
-    Freeze,
-    LoadState,
-    Reopen,
-    SaveState,
-    SetBuffer,
-    Swap,
-    Write,
-)
+from tests.offload.fuzz.weights import Checkpoint, Copy, Freeze, LoadState, Reopen, SaveState, SetBuffer, Swap, Write
 
 TRAIN: tuple[Statement, ...] = (Forward(), Backward())
 

@@ -72,7 +72,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "blocks whose graphs are kept": {"model": "blocks_normed"},
     "blocks that are called without gradients": {"model": "blocks_fixed", "home": "disk", "checkpoint": True},
     "modules around blocks that stream": {"model": "blocks_all", "home": "disk", "checkpoint": True, "slices": 5},
-    "two lists of blocks": {"model": "blocks_lists", "slices": 2, "checkpoint": True},
+    "two lists of blocks in another order": {"model": "blocks_dabc", "slices": 2, "checkpoint": True},
     "some shards and gradients in memory": {
         "model": "blocks",
         "home": "disk",

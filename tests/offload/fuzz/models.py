@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.offload.fuzz.blocks import BLOCKS
-from tests.offload.fuzz.sizes import ROWS, WIDTH, linear
-from tests.offload.fuzz.trips import Trip
-from tests.offload.parameters_outside import ActNorm, Custom, TiedHead
+from tests.offload.fuzz.layers import ROWS, WIDTH, Trip, linear
+from tests.offload.zoo import Unused
 
 
 class Call(nn.Module):
@@ -166,18 +165,6 @@ def auxiliary(layer: Any, x: Tensor) -> Tensor:
     return y
 
 
-class Unused(nn.Module):
-    """Has a parameter that it never uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.never = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
 def single(layer: nn.Linear, x: Tensor) -> Tensor:
     """Computes in float32 between layers in float64."""
     return layer(x.float()).double()
@@ -233,7 +220,7 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "double": lambda: [linear(), Call(double), Call(write_first, nn.Identity()), linear()],
     "double_output": lambda: [linear(), linear(), Call(double)],
     "auxiliary": lambda: [linear(), Call(auxiliary), linear(), linear()],
-    "unused": lambda: [linear(), Unused(), linear(), Unused()],
+    "unused": lambda: [linear(), Unused(WIDTH), linear(), Unused(WIDTH)],
     "mixed": lambda: [linear(), Call(single), linear(), Call(single)],
     "nested": lambda: [linear(), nn.Tanh(), linear(), Call(nested)],
     "spectral": lambda: [linear(), nn.utils.parametrizations.spectral_norm(linear()), linear()],
@@ -242,7 +229,7 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
 
 #: Models that not every loop can train: a sparse gradient cannot be clipped, for example.
 OTHERS: dict[str, Callable[[], Sequence[nn.Module]]] = {
-    "sparse": lambda: [nn.Embedding(ROWS, WIDTH, sparse=True), linear(), nn.Tanh(), linear()],
+    "sparse": lambda: [nn.Embedding(ROWS, WIDTH, sparse=True), linear(), nn.Tanh(), linear()]
 }
 
 #: Models whose input are row numbers of a table.
@@ -275,3 +262,53 @@ def build(name: str, *, trips: bool = False) -> nn.Module:
         if isinstance(module, Call) and module.function is single:
             module.float()
     return model
+
+
+class TiedHead(nn.Module):
+    """Multiplies by a table that an earlier layer passed on."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] @ pair[1].t()
+
+
+class KeepsTransposed(torch.autograd.Function):
+    """Keeps a view of the weight as an attribute of the context, past autograd's saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.transposed = weight.t()
+        return x @ ctx.transposed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient @ ctx.transposed.t(), gradient.t() @ ctx.saved_tensors[0]
+
+
+class Custom(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(KeepsTransposed.apply(x, self.weight))  # type: ignore[no-untyped-call]
+
+
+class ActNorm(nn.Module):
+    """Initialises itself from the first batch that it sees."""
+
+    def __init__(self, width: int, *, assigns: bool = False) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(width))
+        self.register_buffer("ready", torch.tensor(0))
+        self.assigns = assigns
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            if self.assigns:
+                self.shift.data = -x.detach().mean(0)
+            else:
+                with torch.no_grad():
+                    self.shift.copy_(-x.detach().mean(0))
+            self.ready.fill_(1)
+        return x + self.shift

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import map_tensors, tensors_in
+from tests.offload.fuzz.layers import trip
 from tests.offload.fuzz.program import Statement
-from tests.offload.fuzz.trips import trip
 from tests.offload.fuzz.world import Live, World
 
 

@@ -18,9 +18,9 @@ from torch.nn.utils.weight_norm import weight_norm
 
 from offload import OffloadModel, load_checkpoint, save_checkpoint
 from offload.streaming.moves import HomeInUseError
+from tests.offload.fuzz.layers import WIDTH
 from tests.offload.fuzz.models import build
 from tests.offload.fuzz.program import Statement
-from tests.offload.fuzz.sizes import WIDTH
 from tests.offload.fuzz.world import World, deep_copied
 
 

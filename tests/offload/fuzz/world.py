@@ -19,9 +19,9 @@ from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.blocks.find import find_blocks
 from pipe.nested import tensors_in
 from tests.offload.fuzz.blocks import LISTS
+from tests.offload.fuzz.layers import ROWS, WIDTH
 from tests.offload.fuzz.models import IDS, build
 from tests.offload.fuzz.program import Setup
-from tests.offload.fuzz.sizes import ROWS, WIDTH
 from tests.offload.pair import CLASSES
 
 
@@ -36,7 +36,7 @@ class Averaging(torch.optim.SGD):
 
 
 class Changing(torch.optim.Optimizer):
-    """A state that grows, and another that changes its type."""
+    """A state that grows, one that gets other memory in each step, and one that changes its type."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
@@ -48,6 +48,8 @@ class Changing(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 state = self.state[p]
+                total = state.setdefault("total", torch.ones_like(p))
+                total.data = total.data + p.grad.abs()
                 state["last"] = p.grad.clone() if "last" not in state else p.grad.float()
                 state["all"] = torch.cat([state.get("all", p.new_empty(0)), p.grad.abs().sum().reshape(1)])
                 p.add_(state["last"].to(p.dtype) * state["all"].numel(), alpha=-group["lr"])

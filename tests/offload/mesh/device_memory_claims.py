@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadOptimizer
+from tests.offload.blocks.towers import Large
 from tests.offload.mesh.graph_claims import a_limit_of_memory_is_planned_for_by_all_ranks_alike
-from tests.offload.mesh.world import Large, LateLane, World, advance, batch, loss_of
+from tests.offload.mesh.world import LateLane, World, batch, loss_of
 from tests.offload.planning.test_peak_memory import Living
-
-__all__ = ["CLAIMS"]
+from tests.offload.side_by_side import advance
 
 
 class LivingInBackward(Living):
@@ -33,7 +33,8 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
     """Collectives run when they are waited for, so all that may be held at once is."""
     cases: list[tuple[nn.Module, Tensor, dict[str, Any]]] = [
         (stack(), torch.randn(8, 256), {"slices": 4}),
-        (Large(), batch(0), {"slices": None, "blocks": "layers"}),  # nearly all of it is stored whole by each rank
+        # Nearly all of it is stored whole by each rank.
+        (Large(words=20001, width=24), batch(0), {"slices": None, "blocks": "layers"}),
     ]
     policy = MemoryPolicy("64MiB", slots=2)  # a search would choose them by times
     for bare, rows, how in cases:
@@ -53,7 +54,4 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
         model.close()
 
 
-CLAIMS = [
-    a_limit_of_memory_is_planned_for_by_all_ranks_alike,
-    a_step_on_a_device_holds_no_more_than_is_predicted,
-]
+CLAIMS = [a_limit_of_memory_is_planned_for_by_all_ranks_alike, a_step_on_a_device_holds_no_more_than_is_predicted]

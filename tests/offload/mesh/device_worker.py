@@ -1,4 +1,4 @@
-"""A rank that trains on its GPU, started by torchrun: ``-m tests.offload.mesh.device_worker FOLDER [cuda|cpu]``.
+"""A rank that trains on its GPU, started by torchrun: ``-m tests.offload.mesh.device_worker FOLDER``.
 
 Each rank compares with one model on all rows, on the same device. One rank alone gathers from itself, although a mesh
 of one is otherwise the engine without a mesh: so one GPU runs nccl, the copies and the order of streams.
@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.mesh.ranks import Transport
 from tests.offload.mesh.world import Encoder, batch, batches, build, loss_of
 
 
@@ -66,9 +65,8 @@ def check(bare: nn.Module, steps: list[Tensor], mesh: Any, device: torch.device,
     model.close()
 
 
-#: For shards of 4 MiB: a half of it are two slots, whole gradients of two shards, and what their exchange takes. In
-#: host memory homes count as well.
-LIMITS = {"cuda": 48 << 20, "cpu": 192 << 20}
+#: For shards of 4 MiB: a half of it are two slots, whole gradients of two shards, and what their exchange takes.
+LIMIT = 48 << 20
 
 
 def check_memory(mesh: Any, device: torch.device, home: Any) -> None:
@@ -78,7 +76,7 @@ def check_memory(mesh: Any, device: torch.device, home: Any) -> None:
     """
     torch.manual_seed(0)
     bare = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)))
-    limit, ranks = LIMITS[device.type], mesh.size()
+    ranks = mesh.size()
     steps = [torch.randn(128, 1024, device=device) for _ in range(6)]
     plain = copy.deepcopy(bare).to(device)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -88,37 +86,32 @@ def check_memory(mesh: Any, device: torch.device, home: Any) -> None:
         sgd.zero_grad()
     expected = [p.detach().cpu() for p in plain.parameters()]
     del plain, sgd
-    begin = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    model = OffloadModel(bare, device, home, mesh=mesh, memory={"device": limit})
+    begin = torch.cuda.memory_allocated(device)
+    model = OffloadModel(bare, device, home, mesh=mesh, memory={"device": LIMIT})
     optimizer, peaks = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), []
     for rows in steps:  # each step begins a new peak
         loss_of(model(rows.chunk(ranks)[dist.get_rank()])).backward()
-        peaks.append(torch.cuda.max_memory_allocated(device) - begin if device.type == "cuda" else 0)
+        peaks.append(torch.cuda.max_memory_allocated(device) - begin)
         optimizer.step()
         optimizer.zero_grad()
     report = model.memory_report()
-    assert report.limit_bytes == limit
+    assert report.limit_bytes == LIMIT
     assert report.predicted is not None
-    if device.type == "cuda":
-        assert 0 < max(peaks) <= limit, (peaks, report)
+    assert 0 < max(peaks) <= LIMIT, (peaks, report)
     parameters: list[Any] = [*model.parameters()]
     torch.testing.assert_close([p.detach().full_tensor() for p in parameters], expected, rtol=1e-4, atol=1e-5)
     model.close()
 
 
-def main(folder: Path, kind: str) -> None:
+def main(folder: Path) -> None:
     ranks, number = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", number)
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=60))
-    mesh = init_device_mesh(kind, (ranks,))
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cuda", (ranks,))
     with pytest.MonkeyPatch.context() as patch:
         if ranks == 1:
             patch.setattr("offload.construction.check_mesh", lambda mesh, *_: mesh)
-        if kind == "cpu":
-            patch.setattr("offload.mesh.sharding.transport_for", lambda device: Transport(device, "gloo"))
         rows = [each.to(device) for each in batches()]
         for home in ("cpu", folder):
             check(build(tied=True), rows, mesh, device, home, num_slices=4)
@@ -128,11 +121,11 @@ def main(folder: Path, kind: str) -> None:
         if ranks == 1 or 4 % ranks == 0:  # as many rows on each rank, in halves of a batch
             check(Encoder(), words, mesh, device, "cpu", blocks="layers")
         if ranks > 1 and ranks % 2 == 0:
-            two = init_device_mesh(kind, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+            two = init_device_mesh("cuda", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
             check(build(), rows, two, device, "cpu", num_slices=3)
     dist.destroy_process_group()
     print(f"rank {number} of {ranks} trained on {device}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "cuda")
+    main(Path(sys.argv[1]))

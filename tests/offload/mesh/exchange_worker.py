@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from offload import OffloadModel, OffloadOptimizer
 from tests.offload.mesh.world import batches, build, loss_of, whole
+from tests.offload.side_by_side import advance
 
 Pair = tuple[nn.Module, Any]
 
@@ -47,8 +48,7 @@ def fsdp(seed: int) -> Pair:
 def train(pair: Pair, step: int) -> None:
     model, optimizer = pair
     loss_of(model(batches()[step])).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(optimizer)
 
 
 def states_of(pair: Pair) -> dict[str, Any]:

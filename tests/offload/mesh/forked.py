@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Child", "check_claims", "fork", "main"]
-
 
 class Child:
     """A forked child, and the reading end of the pipe for its result."""

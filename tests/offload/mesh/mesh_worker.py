@@ -42,7 +42,6 @@ from tests.offload.mesh.world import (
     Encoder,
     LateLane,
     World,
-    advance,
     batch,
     batches,
     build,
@@ -53,6 +52,7 @@ from tests.offload.mesh.world import (
     whole,
 )
 from tests.offload.open_files import open_files
+from tests.offload.side_by_side import advance
 from tests.programs import run_program
 from tests.waits import find_sites, take_out
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from offload import OffloadModel, OffloadOptimizer
 from tests.examples import load_example
-from tests.offload.mesh.world import advance
+from tests.offload.side_by_side import advance
 
 EXAMPLE = "pipeline_over_processes"
 

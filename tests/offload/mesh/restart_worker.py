@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -32,7 +31,7 @@ from tests.offload.mesh.forked import Child, fork
 
 #: Kinds of events: those of one process, and begins and ends of collectives of the model, and of others.
 KINDS = (*checkpoint_worker.KINDS, "ranks", "collective", "other collective")
-SAVE_EVERY = 2
+STEPS, SAVE_EVERY = 5, 2
 
 
 class Killer(checkpoint_worker.Killer):
@@ -90,20 +89,20 @@ def losses_of(folder: Path) -> list[tuple[int, float]]:
     return [(int(step), float(loss)) for step, loss in map(str.split, lines)]
 
 
-def main(name: str, kills: int | str, seed: int | str = 0, steps: int = 5) -> None:
+def main(name: str, kills: int | str, seed: int | str = 0) -> None:
     """Prints how many ranks were killed at which kinds of events, and what the others said."""
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # imports what every child would otherwise import for itself
     path, kills = Path(name), int(kills)
     draw, home = random.Random(int(seed)), f"{path}/homes"
-    how = {"steps": steps, "home": home}
+    how = {"steps": STEPS, "home": home}
     undisturbed = path / "undisturbed"
     undisturbed.mkdir(parents=True, exist_ok=True)
     results = run(2, -1, None, path / "store", folder=undisturbed, **how)
     assert [(status, result[1]) for status, result in results] == [(0, "")] * 2, results
     counts = [result[0] for _, result in results]
     expected = dict(losses_of(undisturbed))
-    assert sorted(expected) == list(range(steps))
+    assert sorted(expected) == list(range(STEPS))
     kinds = itertools.cycle(draw.sample(KINDS, len(KINDS)))
     killed, errors = collections.Counter[str](), collections.Counter[str]()
     worst = 0.0
@@ -141,7 +140,3 @@ def kind_of(error: str) -> str:
     if not error:
         return "none"
     return "of the model" if "End all processes" in error else "of torch"
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

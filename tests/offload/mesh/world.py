@@ -99,12 +99,6 @@ def loss_of(output: Tensor) -> Tensor:
     return (output - 1).square().mean()
 
 
-def advance(*optimizers: Any) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -161,25 +155,6 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.base(x) + self.lora_b(self.lora_a(x)) * self.lora_scale)
-
-
-class Large(nn.Module):
-    """Its embedding, which is tied to its head, has nearly all of its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(20001, 24)
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
-        self.head = nn.Linear(24, 20001, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        found: Tensor = self.head(x.mean(1))
-        return found
 
 
 class LateLane(CollectiveLane):

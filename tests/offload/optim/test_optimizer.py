@@ -6,6 +6,8 @@ import copy
 import functools
 import gc
 import pickle
+import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,21 +19,13 @@ from torch import nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.planning.plan import Kind
+from tests.offload.fuzz.models import ActNorm
 from tests.offload.late import LateLane
 from tests.offload.open_files import open_files
 from tests.offload.pair import Pair, pending
-from tests.offload.parameters_outside import ActNorm
 from tests.offload.planning.proof import validate
+from tests.offload.side_by_side import train
 from tests.offload.zoo import WIDTH, build
-
-
-@pytest.mark.parametrize("name", ["sgd", "momentum"])  # which round as the plain ones do, so that no cast differs
-def test_masters_of_casts_train_like_those_of_the_plain_model(name: str, home: str) -> None:
-    pair = Pair(name, home, param_dtype=torch.bfloat16)
-    pair.do("backward", "step", "zero", "accumulate", "backward", "step", "eval", "zero_in_place", "backward", "step")
-    pair.assert_equal()
-    pair.assert_equal_states()
-
 
 # --- when updates run -------------------------------------------------------------------------------------------------
 
@@ -283,8 +277,49 @@ def test_an_update_in_backward_waits_for_the_load_of_a_shard_whose_backward_need
     plain = torch.optim.SGD(bare.parameters(), lr=0.1)
     x = torch.randn(4, WIDTH)
     for _ in range(3):
-        for run, optimizer in ((model, ours), (bare, plain)):
-            run(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        assert train(model, ours, [x]) == train(bare, plain, [x])
         assert all(map(torch.equal, model.parameters(), bare.parameters()))
+
+
+# --- what it switches on ends with it ---------------------------------------------------------------------------------
+
+
+def test_updates_in_backward_end(home: str) -> None:
+    model = OffloadModel(build(["linear", "linear"]), "cpu", home, 2, True)
+    optimizer: Any = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    assert model.updates_in_backward
+    with pytest.raises(ValueError, match="has an optimizer with update_in_backward=True already"):
+        OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    model(torch.ones(3, WIDTH)).square().mean().backward()
+    del optimizer
+    gc.collect()
+    assert not model.updates_in_backward
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):  # without a step in between, which an optimizer that updates in backward refuses
+        model(torch.ones(3, WIDTH)).square().mean().backward()
+    for then, now in zip(before, model.parameters(), strict=True):
+        assert torch.equal(then, now)
+        assert now.grad is not None
+    OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+
+
+@pytest.mark.parametrize("update_in_backward", [False, True])
+def test_what_it_decided_is_applied_and_then_threads_and_files_end(tmp_path: Path, update_in_backward: bool) -> None:
+    others = set(threading.enumerate())
+    pair = Pair("adamw", f"{tmp_path}/", update_in_backward=update_in_backward)
+    pair.backward()
+    pair.step()
+    pair.zero()
+    assert pending(pair.model) == ([] if update_in_backward else [0, 1, 2, 3])
+    optimizer = weakref.ref(pair.ours)
+    del pair.ours
+    gc.collect()
+    assert optimizer() is None
+    pair.eval()  # loads every shard, so what is pending is applied
+    assert pending(pair.model) == []
+    for thread in set(threading.enumerate()) - others:
+        if thread.name == "offload-update":
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+    assert not open_files(tmp_path, "shard0-states")
+    pair.assert_equal()

@@ -45,13 +45,12 @@ def trained(
 
     with pytest.MonkeyPatch.context() as patch:
         for step in range(2):
-            if step and fault and in_backward:
-                Faults(patch, *fault[:2], OSError(errno.EIO, "Input/output error")).fatal = fault[2]
-            twice(backward)
-            optimizer.step()
-            if step and fault and not in_backward:
-                Faults(patch, *fault[:2], OSError(errno.EIO, "Input/output error")).fatal = fault[2]
-            twice(optimizer.synchronize)
+            for at_update, action in enumerate((backward, optimizer.synchronize)):
+                if step and fault and at_update != in_backward:
+                    Faults(patch, *fault[:2], OSError(errno.EIO, "Input/output error")).fatal = fault[2]
+                twice(action)
+                if not at_update:
+                    optimizer.step()
     stored = optimizer.state_dict()["state"].values()
     found = [*model.state_dict().values(), *(torch.as_tensor(v) for state in stored for v in state.values())]
     found = [value.clone() for value in found]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
+from offload.optim.elementwise import check_elementwise
 from tests.offload.pair import CLASSES, Pair
+from tests.offload.side_by_side import advance, assert_equal, train
 from tests.offload.zoo import WIDTH, build
 
 
@@ -59,13 +61,8 @@ def test_a_group_added_later_is_trained(home: str) -> None:
     plain.add_param_group({"params": list(bare[1].parameters()), "lr": 0.01})
     ours.add_param_group({"params": list(model[1].parameters()), "lr": 0.01})
     x = torch.randn(3, WIDTH)
-    for run, optimizer in ((bare, plain), (model, ours)):
-        for _ in range(2):
-            optimizer.zero_grad()
-            run(x).sum().backward()
-            optimizer.step()
-    for b, c in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(b, c)
+    assert train(model, ours, [x, x]) == train(bare, plain, [x, x])
+    assert_equal(bare, model)
 
 
 class Simple(torch.optim.Optimizer):
@@ -108,16 +105,6 @@ class Packing(Simple):
     def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
         state["memory"] = gradient.clone().as_subclass(Packed)
         p.add_(gradient, alpha=-lr)
-
-
-class Replacing(Simple):
-    """Gives a state another tensor in each step, and another one other memory."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
-        state["mean"] = state.get("mean", 0.0) * 0.9 + gradient
-        total = state.setdefault("total", torch.ones_like(p))
-        total.data = total.data + gradient.abs()
-        p.addcdiv_(state["mean"], total, value=-lr)
 
 
 class Shared(Simple):
@@ -209,30 +196,6 @@ def test_a_class_that_does_more_with_a_closure_is_refused_before_it_is_called(ca
         optimizer.step(lambda: pytest.fail("it ran"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"optimizer_class": torch.optim.LBFGS}, TypeError, "needs a closure"),
-        ({"optimizer_class": 3}, TypeError, "expected a class such as"),
-        ({"optimizer_class": OffloadOptimizer}, TypeError, "expected a class such as"),
-        ({"model": nn.Linear(1, 1)}, TypeError, "expected an OffloadModel"),
-        ({"max_norm": 0.0}, ValueError, "expected a positive norm"),
-        ({"max_norm": "1"}, TypeError, "expected a number"),
-        ({"max_norm": 1.0, "update_in_backward": True}, ValueError, "exclude each other"),
-        ({"lr": -1.0}, ValueError, "Invalid learning rate"),
-        ({"params": "0.bias"}, TypeError, "iterable of parameters or groups"),
-        ({"params": [{"weight_decay": 0.1}]}, ValueError, "a group with the key 'params'"),
-        ({"params": []}, ValueError, "at least one parameter"),
-        ({"params": [nn.Parameter(torch.ones(1))]}, ValueError, "not among them"),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_named(arguments: Any, error: type[Exception], match: str) -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=2, checkpoint_activation=False)
-    given = {"model": model, "optimizer_class": torch.optim.AdamW, **arguments}
-    with pytest.raises(error, match=match):
-        OffloadOptimizer(given.pop("model"), given.pop("optimizer_class"), **given)
-
-
 def test_an_optimizer_is_not_copied_away_from_its_model() -> None:
     with pytest.raises(TypeError, match="use state_dict"):
         copy.deepcopy(Pair().ours)
@@ -281,15 +244,55 @@ def test_what_no_home_or_no_order_of_updates_can_do_is_refused(home: str, kind: 
             assert torch.equal(parameter, before[name])
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Replacing])
-def test_sixteen_bit_parameters_and_replaced_states_are_updated_as_the_plain_class_does(
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_sixteen_bit_parameters_are_updated_as_the_plain_class_does(
     home: str, kind: type[torch.optim.Optimizer]
 ) -> None:
-    dtype = torch.float32 if kind is Replacing else torch.bfloat16
-    bare, plain, model, ours = pair_of(home, kind, dtype, lr=0.05)
+    bare, plain, model, ours = pair_of(home, kind, torch.bfloat16, lr=0.05)
     for step in range(6):
-        backward(step, dtype, bare, model)
-        for optimizer in (plain, ours):
-            optimizer.step()
-            optimizer.zero_grad()
+        backward(step, torch.bfloat16, bare, model)
+        advance(plain, ours)
     torch.testing.assert_close(dict(model.state_dict()), dict(bare.state_dict()), rtol=0, atol=0)
+
+
+# --- which classes may update parts of parameters: found by trying ----------------------------------------------------
+
+
+class Lamb(torch.optim.SGD):
+    """Scales its step by the norm of the parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p -= 0.1 * p.norm() / p.grad.norm() * p.grad
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop),
+        torch.optim.ASGD,
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"weight_decay": 0.1}])
+def test_elementwise_classes_are_accepted(kind: Any, options: dict[str, Any]) -> None:
+    if kind is torch.optim.Rprop and "weight_decay" in options:
+        options = {}
+    check_elementwise(kind, {"lr": 0.1, **options}, {})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, getattr(torch.optim, "Muon", Lamb), Lamb])
+def test_class_that_needs_whole_parameters_is_refused(kind: Any) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__} updates a matrix differently as a whole and in parts"):
+        check_elementwise(kind, {"lr": 0.1}, {})
+
+
+def test_class_that_cannot_be_tried_is_refused() -> None:
+    with pytest.raises(TypeError, match="SparseAdam cannot be tried"):
+        check_elementwise(torch.optim.SparseAdam, {"lr": 0.1}, {})
+
+
+def test_arguments_of_the_constructor_are_used() -> None:
+    with pytest.raises(TypeError, match="cannot be tried"):
+        check_elementwise(torch.optim.SGD, {}, {"lr": -1.0})

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan
-
-__all__ = ["PlanError", "validate"]
 
 #: (shard, micro-batch)
 _Cell = tuple[int, int | None]
 
 
-class PlanError(ValueError):
-    """A plan that cannot run. The message shows the plan up to the action that fails."""
-
-    def __init__(self, plan: Plan, position: int, reason: str) -> None:
-        super().__init__(f"{reason}: {' '.join(map(str, plan.actions[: position + 1]))}")
-
-
-def plan_of(text: str, slots: int, pending: Iterable[int] = ()) -> Plan:
+def plan_of(text: str, slots: int) -> Plan:
     """Reads what ``str(plan)`` wrote."""
     words = [(Kind(word[0]), *map(int, word[1:].split("."))) for word in text.split()]
-    return Plan(tuple(Action(*word) for word in words), slots, pending=frozenset(pending))
+    return Plan(tuple(Action(*word) for word in words), slots)
 
 
 def validate(plan: Plan, *, clips: bool = False) -> None:
@@ -34,16 +25,14 @@ def validate(plan: Plan, *, clips: bool = False) -> None:
     not in memory. A cell is recomputed if and only if it did not keep its graph.
 
     Raises:
-        PlanError: at the first action that breaks one of these.
+        AssertionError: at the first action that breaks one of these.
     """
     proof = _Proof(plan, clips=clips)
     for position, action in enumerate(plan.actions):
         perform = proof.move_shard if action.microbatch is None else proof.run if action.kind in CELLS else proof.move
         for broken, reason in perform(action, position):
-            if broken:
-                raise PlanError(plan, position, reason)
-    if proof.undrained:
-        raise PlanError(plan, len(plan.actions), f"gradients of shards {sorted(proof.undrained)} are never drained")
+            assert not broken, f"{reason}: {' '.join(map(str, plan.actions[: position + 1]))}"
+    assert not proof.undrained, f"gradients of shards {sorted(proof.undrained)} are never drained: {plan}"
 
 
 class _Proof:
@@ -53,10 +42,8 @@ class _Proof:
     """
 
     def __init__(self, plan: Plan, *, clips: bool) -> None:
-        if len(plan.resident) > plan.slots:
-            raise PlanError(plan, 0, f"{len(plan.resident)} shards are resident in {plan.slots} slots")
-        if plan.resident & plan.in_memory:
-            raise PlanError(plan, 0, f"shards {sorted(plan.resident & plan.in_memory)} are in slots and in memory")
+        assert len(plan.resident) <= plan.slots
+        assert not plan.resident & plan.in_memory
         self._slots, self._clips, self._in_memory = plan.slots, clips, plan.in_memory
         self._last_drain = max((k for k, action in enumerate(plan.actions) if action.kind is Kind.DRAIN), default=-1)
         self._there = set(plan.resident)

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import re
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload import MemoryPolicy, OffloadModel
-from offload.streaming.lane import Arrival, CopyLane, CopyLanes
+from offload.streaming.lane import CopyLanes
+from tests.offload.late import LateLane
+from tests.offload.zoo import FeedForward, build
 
 WIDTH = 64
 DEPTH = 4
-
-
-class Block(nn.Module):
-    """Half of a transformer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.narrow(functional.gelu(self.widen(self.norm(x))))
-        return x + y
 
 
 class Living(TorchDispatchMode):
@@ -54,43 +44,9 @@ class Living(TorchDispatchMode):
         return result
 
 
-class Last(Arrival):
-    def __init__(self, copy: Callable[[], None], after: Sequence[Arrival]) -> None:
-        self.copy: Callable[[], None] | None = copy
-        self.after = after
-
-    def wait(self) -> None:
-        copy, self.copy = self.copy, None
-        if copy is not None:
-            for arrival in self.after:
-                arrival.wait()
-            with torch.no_grad():
-                copy()
-
-    synchronize = wait
-
-
-class AtLast(CopyLane):
-    """Copies when it is waited for: what is on its way is there as long as it may be."""
-
-    def __init__(self) -> None:
-        self.pending: list[Arrival] = []
-
-    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
-        self.pending.append(Last(copy, after))
-        return self.pending[-1]
-
-    def wait_idle(self) -> None:
-        while self.pending:
-            self.pending.pop(0).wait()
-
-    close = wait_idle
-
-
-def model_of(home: str, monkeypatch: pytest.MonkeyPatch, depth: int = DEPTH, **settings: Any) -> OffloadModel:
-    monkeypatch.setattr("offload.construction.open_lanes", lambda device, **_: CopyLanes(AtLast(), AtLast(), AtLast()))
+def stack() -> nn.Sequential:
     torch.manual_seed(0)
-    return OffloadModel(nn.Sequential(*(Block() for _ in range(depth))), "cpu", home, **settings)
+    return nn.Sequential(*(FeedForward(WIDTH) for _ in range(DEPTH)))
 
 
 def step(model: OffloadModel, x: Tensor) -> None:
@@ -116,7 +72,8 @@ def step(model: OffloadModel, x: Tensor) -> None:
 def test_the_predicted_peak_is_what_is_alive_at_the_fullest_moment(
     home: str, settings: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x = model_of(home, monkeypatch, **settings), torch.randn(rows, WIDTH)
+    monkeypatch.setattr("offload.construction.open_lanes", lambda device, **_: CopyLanes(*map(LateLane, [None] * 3)))
+    model, x = OffloadModel(stack(), "cpu", home, **settings), torch.randn(rows, WIDTH)
     step(model, x)
     step(model, x)
     predicted = model.estimate(rows).memory_bytes
@@ -132,7 +89,7 @@ def test_the_predicted_peak_is_what_is_alive_at_the_fullest_moment(
 
 
 def test_a_tied_weight_is_stored_once() -> None:
-    first, second = Block(), Block()
+    first, second = FeedForward(WIDTH), FeedForward(WIDTH)
     second.widen.weight = first.widen.weight
     model = OffloadModel(nn.Sequential(first, second), "cpu", num_slices=2, checkpoint_activation=True)
     model(torch.randn(2, WIDTH)).sum().backward()
@@ -141,9 +98,7 @@ def test_a_tied_weight_is_stored_once() -> None:
 
 def test_backward_frees_saved_activations_one_by_one(home: str) -> None:
     """As plain autograd does: what is kept until the last gradient is home stands beside all gradients."""
-    model = OffloadModel(
-        nn.Sequential(*(Block() for _ in range(DEPTH))), "cpu", home, num_slices=DEPTH, checkpoint_activation=False
-    )
+    model = OffloadModel(stack(), "cpu", home, DEPTH, False)
     alive: list[int] = []
     kept: list[StorageWeakRef] = []
 
@@ -164,8 +119,7 @@ def test_backward_frees_saved_activations_one_by_one(home: str) -> None:
 def test_a_backward_that_failed_midway_is_refused_the_second_time_unless_its_graph_was_retained(
     home: str, checkpoint: bool, retains: bool
 ) -> None:
-    blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
-    model = OffloadModel(blocks, "cpu", home, num_slices=DEPTH, checkpoint_activation=checkpoint)
+    model = OffloadModel(stack(), "cpu", home, DEPTH, checkpoint)
     x, failing = torch.randn(3, WIDTH), [True]
 
     def fails(gradient: Tensor) -> None:
@@ -184,3 +138,68 @@ def test_a_backward_that_failed_midway_is_refused_the_second_time_unless_its_gra
     model.zero_grad()
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_an_estimate_counts_what_a_step_then_moves(tmp_path: Path) -> None:
+    model = OffloadModel(
+        build(["linear"] * 4), "cpu", tmp_path, num_slices=6, checkpoint_activation=True, num_microbatches=3
+    )
+    with pytest.raises(RuntimeError, match="run one training step first"):
+        model.estimate(9)
+    model(torch.randn(9, 8)).sum().backward()
+    before = model.statistics()
+    estimate = model.estimate(9)
+    assert re.search(r"\n *bytes loaded +[\d.]+ KiB\n", str(estimate))
+    model(torch.randn(9, 8)).sum().backward()
+    after = model.statistics()
+    assert estimate.bytes_loaded == after.bytes_loaded - before.bytes_loaded
+    assert estimate.bytes_stored == after.bytes_stored - before.bytes_stored
+    assert estimate.seconds >= estimate.compute_seconds > 0
+    assert after.peak_device_bytes <= estimate.memory_bytes
+
+
+# --- what a step used is free when it is over, without the garbage collector ------------------------------------------
+
+
+class SavesItsOutput(nn.Module):
+    """``exp`` saves its own result for backward; ``seen`` remembers it without holding it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (-x.square()).exp()
+        self.seen.append(weakref.ref(y))
+        return y
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+    gc.collect()
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["keep", "checkpoint"])
+def test_a_step_leaves_no_tensor_to_the_garbage_collector(home: str, checkpoint: bool) -> None:
+    """A layer of half a MiB is moved directly, in pieces, which once held the gradients of a whole model.
+
+    A tensor that a saved-tensor hook hands back as it came holds its own graph: no collector sees that cycle.
+    """
+    watched, x = SavesItsOutput(), torch.ones(4, 256)
+    layers = nn.Sequential(nn.Linear(256, 256), watched, nn.Linear(256, 256), nn.Linear(256, 512))
+    model = OffloadModel(layers, "cpu", home, 3, checkpoint_activation=checkpoint)
+    step(model, x)  # what is made once may be found by the collector
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    step(model, x)
+    gc.collect()
+    assert [tuple(found.shape) for found in gc.garbage if isinstance(found, Tensor)] == []
+    assert watched.seen
+    assert [seen for seen in watched.seen if seen() is not None] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import OffloadModel, OffloadOptimizer
+from offload import OffloadOptimizer
 from offload.engine.suspend import SuspendedForward
-from tests.offload.blocks.towers import Model, loss_of, make, words
+from tests.offload.blocks.towers import Model, loss_of, make, words, wrap
 from tests.offload.scenarios.lanes import LateThread
 from tests.waits import fails_with
-
-
-def wrap(bare: Model, path: Path, **choices: Any) -> Any:
-    choices = {"checkpoint_activation": True, "blocks": "encoder.layer", **choices}
-    return OffloadModel(bare, "cpu", f"{path}/", **choices)
 
 
 def after_a_step(path: Path, optimizer_thread: LateThread | None = None) -> tuple[Any, Any, Any]:
     """A bare model that has been trained for a step, ours with its gradients, and the optimizer of ours."""
     bare = make(2, dropout=0.0)
-    model = wrap(copy.deepcopy(bare), path)
+    model = wrap(bare, path)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     if optimizer_thread is not None:
         optimizer._thread_at_once = optimizer_thread

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 from collections import deque
@@ -26,6 +25,7 @@ from tests.offload.late import LateLane, run_late
 from tests.offload.pair import Pair
 from tests.offload.scenarios.lanes import LateThread
 from tests.offload.storage.test_staging import LateLink
+from tests.offload.test_faults import Faults
 from tests.waits import fails_with
 
 CPU = torch.device("cpu")
@@ -289,16 +289,9 @@ def an_update_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path:
 def _fails_once(
     monkeypatch: pytest.MonkeyPatch, path: Path, owner: type, name: str, error: Exception, fatal: int
 ) -> None:
-    calls, method = itertools.count(), getattr(owner, name)
-
-    def fails(*args: Any) -> Any:
-        if next(calls) == fatal:
-            raise error
-        return method(*args)
-
     with _pending(monkeypatch, path) as (_, pair):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, fails)
+            Faults(patch, owner, name, error).fatal = fatal + 1
             with pytest.raises(type(error)):
                 pair.eval()
             assert not pair.ours.buffer_pool._writing, "transfers go on after a failure"

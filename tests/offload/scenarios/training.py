@@ -35,10 +35,7 @@ def update_on(monkeypatch: pytest.MonkeyPatch, lane: LateLane) -> None:
 
 #: Models, and what trains them; each on a disk, in shards that are recomputed.
 PROGRAMS: list[tuple[dict[str, Any], tuple[Statement, ...]]] = [
-    (
-        {"model": "inplace", "microbatches": 2, "boundary": 100},
-        (TrainStep(), TrainStep(accumulate=2), TrainStep()),
-    ),
+    ({"model": "inplace", "microbatches": 2, "boundary": 100}, (TrainStep(), TrainStep(accumulate=2), TrainStep())),
     ({"model": "tied", "slices": 2, "updates": "offload"}, (TrainStep(), Forward(mode="eval"))),
     (
         {"optimizer": "adamw", "updates": "offload"},
@@ -252,15 +249,8 @@ def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.Mon
         bare[:frozen].requires_grad_(False)
         for layer in bare:
             layer.register_forward_pre_hook(lambda *_: log.append(("cell", "")))
-        return OffloadModel(
-            bare,
-            "cpu",
-            f"{path}/",
-            num_slices=4,
-            checkpoint_activation=True,
-            memory=MemoryPolicy.fixed(slots=slots, boundary_bytes=0),
-            num_microbatches=2,
-        )
+        policy = MemoryPolicy.fixed(slots=slots, boundary_bytes=0)
+        return OffloadModel(bare, "cpu", path, 4, True, 2, memory=policy)
 
     x = torch.randn(6, WIDTH)
     model = make(slots=4, frozen=2)

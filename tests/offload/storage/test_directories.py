@@ -15,12 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload import (
-    DiskHome,
-    HomeError,
-    OffloadEmbeddingBag,
-    OffloadModel,
-)
+from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel
 from offload.storage.buffer import PAGE_BYTES
 from offload.storage.persistent import MANIFEST, read_manifest
 from tests.offload.open_files import open_files

@@ -17,6 +17,7 @@ from offload.storage import page_cache as cache_module
 from offload.storage.buffer import PAGE_BYTES, host_buffer
 from offload.storage.page_cache import CACHE_HOLDS
 from offload.storage.transfer import IN_FLIGHT
+from tests.offload.side_by_side import assert_equal, drawn, train
 from tests.offload.storage.test_tiers import MANY, STAGED, TierContract, noise
 
 CPU = torch.device("cpu")
@@ -71,10 +72,7 @@ class TestDirectTier(TierContract):
     def test_a_fault_names_the_file_and_leaves_nothing_going_on(
         self, tier: Tier, name: str, number: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        block, memory = (
-            tier.allocate(8 * STAGED, "shard3-weights"),
-            host_buffer(8 * STAGED + 64)[64:],
-        )
+        block, memory = (tier.allocate(8 * STAGED, "shard3-weights"), host_buffer(8 * STAGED + 64)[64:])
         block.read_into(memory)
         calls = Calls(monkeypatch)
 
@@ -133,16 +131,11 @@ def test_states_that_switch_between_cached_and_direct_transfers_keep_their_value
     for k, fitting in enumerate((9, 6, 8, 0, 7, 9)):
         calls.log.clear()
         available[0] = int((fitting + 0.5) * nbytes / CACHE_HOLDS)
-        x = torch.randn(4, 700, generator=torch.Generator().manual_seed(k))
-        for m, optimizer in ((model, ours), (bare, plain)):
-            optimizer.zero_grad()
-            m(x).square().mean().backward()
-            optimizer.step()
+        assert train(model, ours, [drawn(k, 4, 700)]) == train(bare, plain, [drawn(k, 4, 700)])
         ours.synchronize()
         ways.append(calls.bytes_moved(direct=True) > 0)
     assert ways == [False, True, True, True, True, False]
-    for p, q in zip(model.parameters(), bare.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_equal(bare, model)
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])

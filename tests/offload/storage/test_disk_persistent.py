@@ -15,6 +15,7 @@ from offload import DiskHome, HomeError, OffloadEmbeddingBag
 from offload.storage import PersistentTier, Tier
 from offload.storage.persistent import read_manifest
 from tests.offload.persistent import WIDTH, everything, layers, offloaded, same, train
+from tests.offload.storage.test_disk_direct import Calls
 from tests.offload.storage.test_tiers import TierContract
 from tests.programs import run_program
 
@@ -51,16 +52,9 @@ def test_an_adopted_home_reads_only_its_buffers(
     left: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, before = left
-    read: list[int] = []
-    original = os.preadv
-
-    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
-        moved = original(fd, buffers, at)
-        read.append(moved)
-        return moved
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    calls = Calls(monkeypatch)
     model = offloaded(layers("meta"), folder)
+    read = [nbytes for name, _, nbytes, _ in calls.log if name == "preadv"]
     assert sum(read) == sum(buffer.nbytes for buffer in model.buffers())
     assert same(everything(model), before)
     model.close()

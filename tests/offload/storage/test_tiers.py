@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.storage import DiskTier, HostTier, Tier, open_tier
+from offload.storage import DiskTier, HostTier, Tier
 from offload.storage.buffer import host_buffer
 from tests.offload.open_files import open_files
 from tests.programs import run_program
@@ -41,8 +41,7 @@ class TierContract:
         raise NotImplementedError
 
     @settings(
-        max_examples=10,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+        max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
     )
     @given(
         moves=st.lists(
@@ -142,20 +141,6 @@ class TestDiskTier(TierContract):
         )
         ended = run_program(code, tmp_path)
         assert ended.status == 0, ended.errors
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "match"),
-    [
-        (None, TypeError, "NoneType"),
-        (3.0, TypeError, "offload_device=3.0"),
-        ("cuda", ValueError, "'cpu' or a directory"),
-        ("folder", ValueError, "such as './folder'"),
-    ],
-)
-def test_an_invalid_home_is_refused(value: object, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        open_tier(value, CPU)  # type: ignore[arg-type]
 
 
 def test_a_directory_that_is_memory_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

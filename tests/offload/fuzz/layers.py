@@ -1,10 +1,18 @@
-"""Layers in which an interrupt strikes, as Ctrl-C does, when the switch says so."""
+"""What models of the fuzz are made of: one width, one size of tables, one linear layer, and one in which an interrupt
+strikes, as Ctrl-C does, when the switch says so."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor, nn
+
+WIDTH = 4
+ROWS = 12  # of tables
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 class Trip(nn.Module):
