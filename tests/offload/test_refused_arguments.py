@@ -69,14 +69,7 @@ MODELS: list[Any] = [
     (linear, {"num_slices": "2"}, TypeError, "num_slices='2'"),
     (linear, {"num_microbatches": 0}, ValueError, "num_microbatches=0"),
     (linear, {"num_microbatches": 1.5}, ValueError, "num_microbatches=1.5"),
-    (
-        *(linear, {"num_microbatches": None, "num_slices": 3, "checkpoint_activation": True}),
-        *(ValueError, "num_microbatches=None needs .* a memory whose plan chooses"),
-    ),
-    (
-        *(own_forward, {"num_microbatches": None, "blocks": "layers", "memory": "1GiB"}),
-        *(ValueError, "num_microbatches=None needs layers that are called one after the other"),
-    ),
+    (linear, {"num_microbatches": None}, ValueError, "num_microbatches=None"),
     (linear, {"memory": "much"}, ValueError, "memory='much'"),
     (
         *(linear, {"memory": MemoryPolicy.fixed(graph_bytes="1MiB"), "checkpoint_activation": False}),
@@ -136,7 +129,7 @@ def test_a_model_that_cannot_be_is_refused(
         ({"max_norm": 1.0, "update_in_backward": True}, ValueError, "exclude each other"),
         ({"lr": -1.0}, ValueError, "Invalid learning rate"),
         ({"params": "*.bias"}, TypeError, "iterable of parameters or groups"),
-        ({"params": [{"params": "*.biases"}]}, ValueError, "no parameter is left that matches"),
+        ({"params": [{"params": "*.bias"}]}, TypeError, "Tensor"),
         ({"params": [{"weight_decay": 0.1}]}, ValueError, "a group with the key 'params'"),
         ({"params": []}, ValueError, "at least one parameter"),
         ({"params": [nn.Parameter(torch.ones(1))]}, ValueError, "not among them"),
