@@ -136,7 +136,8 @@ class _Usage:
 
 
 def _remove(folder: Path) -> None:
-    for name in (_FILE, MANIFEST, f"{MANIFEST}.new"):
+    # The manifest first. Without this, one that is left after a kill would vouch for a file that is made later.
+    for name in (MANIFEST, f"{MANIFEST}.new", _FILE):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -180,9 +181,8 @@ class PersistentTier(DiskTier):
         """
         root, path = self._root, self._path
         mine = self._manifest = Manifest(False, nbytes, [f"bytes are {sys.byteorder}-endian", *lines])
-        if self._home.overwrite:
+        if self._home.overwrite or not os.path.lexists(path):
             _remove(root)
-        if not os.path.lexists(path):
             return False
         if not blank:
             raise HomeError(
