@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradcache import GradCache
-from pipe.interception import offered
 from pipe.nested import tensors_in
 from tests.offload.fuzz.layers import WIDTH
 from tests.offload.fuzz.models import RANDOM, STATEFUL, WRITERS
@@ -48,31 +46,6 @@ def first_float(value: Any) -> Tensor:
     return next(t for t in tensors_in(value) if t.is_floating_point() and t.dim() == 2)
 
 
-class Chunked(nn.Module):
-    """The plain model with ``forward_chunks``: one graph of all chunks.
-
-    GradCache would otherwise add the gradient of each chunk to ``.grad`` before the next one's, which rounds
-    differently.
-    """
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Any:
-        answered = offered(self, [((x,), {})])
-        return self.body(x) if answered is None else answered[0]
-
-    def forward_chunks(self, chunks: Sequence[Any], output_fn: Any = None, input_fn: Any = None) -> Any:
-        def run(chunk: Any) -> Any:
-            made = chunk if input_fn is None else input_fn(chunk)
-            args, kwargs = ((made,), {}) if isinstance(made, Tensor) else made
-            output = self.body(*args, **kwargs)
-            return output if output_fn is None else output_fn(output)
-
-        return [run(chunk) for chunk in chunks]
-
-
 def contrastive(a: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(a @ b.t() * 5, torch.arange(a.size(0)))
 
@@ -89,8 +62,7 @@ class ChunkedStep(Statement):
         # autograd refuses weights that a layer has written since another chunk saved them; here each has its own.
         if world.setup.model in RANDOM | STATEFUL | WRITERS or world.handles:
             return None
-        model = world.model if world.ours else Chunked(world.model)
-        tower: Any = model if self.bare else Tower(model)
+        tower: Any = world.model if self.bare else Tower(world.model)
         cache = GradCache([tower, tower], 2, contrastive, get_rep_fn=first_float)
         return cache(world.input(self.seed, self.rows), world.input(self.seed + 100, self.rows))
 
