@@ -38,7 +38,7 @@ from offload.storage.buffer import whole_pages
 from offload.storage.contract import Block
 from offload.storage.disk import DiskBlock, DiskTier, reserve
 from offload.storage.home import DiskHome
-from offload.untrusted import read_object, sum_of_values, sync, write_new
+from offload.untrusted import naming, read_object, sum_of_values, sync, write_new
 from pipe.process import finalize_here
 
 __all__ = ["MANIFEST", "HomeError", "Manifest", "PersistentTier", "read_manifest"]
@@ -239,7 +239,9 @@ class PersistentTier(DiskTier):
         self._usage.created, self._usage.open = False, True
 
     def _write(self, manifest: Manifest) -> None:
-        if self._contents is not None:
+        if self._contents is None:
+            return
+        with naming(self._root / MANIFEST):  # and not its place in /proc
             manifest.write(Path(f"/proc/self/fd/{self._usage.folder}"))
 
     def mark_closed(self) -> None:
