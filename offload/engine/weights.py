@@ -95,7 +95,7 @@ class Weights:
             full = [torch.promote_types(self.owners[k][1].full_dtype, torch.float32) for k in positions]
             dtypes = full if several else [self.shard.slices[k].dtype for k in positions]
             self._tokens[key] = [
-                torch.empty(1, dtype=dtype, device=self.device).expand(self.parameters[k].shape)
+                torch.empty((), dtype=dtype, device=self.device).expand(self.parameters[k].shape)
                 for k, dtype in zip(positions, dtypes, strict=True)
             ]
         return self._tokens[key]

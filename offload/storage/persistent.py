@@ -38,7 +38,7 @@ from offload.storage.buffer import whole_pages
 from offload.storage.contract import Block
 from offload.storage.disk import DiskBlock, DiskTier, reserve
 from offload.storage.home import DiskHome
-from offload.untrusted import read_object, sum_of_values, sync, write_new
+from offload.untrusted import naming, read_object, sum_of_values, sync, write_new
 from pipe.process import finalize_here
 
 __all__ = ["MANIFEST", "HomeError", "Manifest", "PersistentTier", "read_manifest"]
@@ -136,7 +136,8 @@ class _Usage:
 
 
 def _remove(folder: Path) -> None:
-    for name in (_FILE, MANIFEST, f"{MANIFEST}.new"):
+    # The manifest first. Without this, one that is left after a kill would vouch for a file that is made later.
+    for name in (MANIFEST, f"{MANIFEST}.new", _FILE):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -180,9 +181,8 @@ class PersistentTier(DiskTier):
         """
         root, path = self._root, self._path
         mine = self._manifest = Manifest(False, nbytes, [f"bytes are {sys.byteorder}-endian", *lines])
-        if self._home.overwrite:
+        if self._home.overwrite or not os.path.lexists(path):
             _remove(root)
-        if not os.path.lexists(path):
             return False
         if not blank:
             raise HomeError(
@@ -239,7 +239,9 @@ class PersistentTier(DiskTier):
         self._usage.created, self._usage.open = False, True
 
     def _write(self, manifest: Manifest) -> None:
-        if self._contents is not None:
+        if self._contents is None:
+            return
+        with naming(self._root / MANIFEST):  # and not its place in /proc
             manifest.write(Path(f"/proc/self/fd/{self._usage.folder}"))
 
     def mark_closed(self) -> None:

@@ -72,11 +72,11 @@ def clamped(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Residual(nn.Sequential):
-    """An own forward, and a parameter beside its children."""
+    """An own forward, and a parameter without dimensions beside its children."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
-        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.gain = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gain * super().forward(x)

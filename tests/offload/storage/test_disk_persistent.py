@@ -69,6 +69,24 @@ def test_overwriting_is_done_when_asked_for(left: tuple[Path, dict[str, Tensor]]
     offloaded(layers("meta"), left[0], slices=2).close()
 
 
+def test_the_manifest_of_a_file_that_is_gone_does_not_vouch_for_the_next(left: tuple[Path, dict[str, Tensor]]) -> None:
+    (left[0] / "model.home").unlink()
+    tier = PersistentTier(DiskHome(left[0], keep=True), torch.device("cpu"))
+    assert not tier.adopt([], 8, blank=True)
+    tier.contents()  # a kill from here on leaves a file that was never closed
+    assert not (left[0] / "home.json").exists()
+
+
+def test_an_error_of_the_manifest_names_it_and_close_may_be_repeated(left: tuple[Path, dict[str, Tensor]]) -> None:
+    model, in_the_way = offloaded(layers("meta"), left[0]), left[0] / "home.json.new"
+    in_the_way.mkdir()
+    with pytest.raises(OSError, match=str(left[0] / "home.json")):
+        model.close()
+    in_the_way.rmdir()
+    model.close()
+    assert read_manifest(left[0]).clean
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
