@@ -27,7 +27,6 @@ from offload.identities import identities_only
 from offload.loading import adapted, build_model, names_of_transformers
 from offload.module import refuse_copies, refuse_moves, show_values, store_values
 from offload.planner.measured import Estimate, next_plan, predict_step
-from offload.planning.budget import shown_bytes
 from offload.planning.plan import Plan
 from offload.planning.rows import split
 from offload.policy import MemoryPolicy
@@ -36,6 +35,7 @@ from offload.streaming.streamer import share_slots
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Statistics
 from offload.telemetry.trace import Event
+from offload.units import shown_bytes
 from pipe.torch_private.tracing import breaks_compiled_graphs
 
 if TYPE_CHECKING:

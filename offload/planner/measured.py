@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from offload.engine.homes import ModelHomes
-from offload.planning.budget import shown_record
+from offload.planner.outside import outside_bytes
 from offload.planning.choose import predict
 from offload.planning.plan import Kind, Plan
 from offload.planning.planner import plan_step
@@ -22,6 +22,7 @@ from offload.planning.step_model import Choice, Costs, StepModel
 from offload.storage.buffer import has_own_memory
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, REDUCTION, UPDATE_IN_MEMORY
+from offload.units import shown_record
 
 __all__ = [
     "Estimate",
@@ -75,7 +76,7 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
         transfer_bytes=(tier.staging_bytes if on_host else 0) + (0 if exchange is None else exchange.staging),
         buffer_bytes=streamer.gradient_offload.optimizers.buffer_bytes() if on_host else 0,
         outside=replace(
-            homes.outside_bytes(),
+            outside_bytes(homes),
             activations=round(steps.around_per_row * sum(rows)),
             reducing=0 if exchange is None else exchange.outside,
         ),

@@ -16,7 +16,7 @@ from collections import deque
 
 import torch
 
-from offload.planning.budget import GAPS_SHARE
+from offload.limits import GAPS_SHARE
 from offload.planning.choose import Prediction
 from offload.planning.rows import remember
 from offload.storage.buffer import has_own_memory

@@ -6,8 +6,8 @@ import math
 import os
 from dataclasses import dataclass, replace
 
-from offload.planning.budget import shown_bytes, shown_seconds, table
 from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict
+from offload.units import shown_bytes, shown_seconds, table
 
 __all__ = ["MemoryReport"]
 
