@@ -169,7 +169,7 @@ class MemoryPlanner:
             self._due, self._in_vain = True, None
         self.return_excess()
         left = self._left_free(rows)
-        took = self._memory.end(sum(rows), self._measured_seconds, self._prediction, probes=self._probes)
+        took = self._memory.end(sum(rows), self._prediction, probes=self._probes)
         if took is not None and (self._probes or self._prediction is None):
             self._warn_of_excess(rows, took)
         if left != self._left_free(rows):
@@ -389,17 +389,9 @@ class MemoryPlanner:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def observed(self, model: StepModel) -> StepModel:
-        """The model of a step with what steps were measured to take beside what it counts and simulates."""
-        pace, seconds, last = 1.0, self._memory.seconds, self._prediction
-        if seconds is not None and last is not None:
-            simulated = predict(replace(last.model, costs=costs_of(self._homes, last.model.rows)), last.choice)
-            pace = seconds / (simulated.pass_seconds or seconds)
-        return replace(
-            model,
-            costs=costs_of(self._homes, model.rows),
-            beside_bytes=self._memory.beside(sum(model.rows)),
-            pace=pace,
-        )
+        """The model of a step with the latest seconds, and what steps took beside what it counts."""
+        beside = self._memory.beside(sum(model.rows))
+        return replace(model, costs=costs_of(self._homes, model.rows), beside_bytes=beside)
 
     def report(self) -> MemoryReport:
         """What the present plan takes and costs."""

@@ -60,20 +60,11 @@ class Prediction:
         """In the memory that layers compute in, with what measured steps took beside."""
         return self.peak.memory + self.model.beside_bytes
 
-    @property
-    def all_rests(self) -> bool:
-        """Whether all shards rest in memory: then the optimizer's step waits for its updates."""
-        return len(self.choice.in_memory) == self.model.shards
-
     @cached_property
     def all_stays(self) -> bool:
         """Whether nothing moves, and nothing is recomputed."""
-        return self.all_rests and len(self.choice.kept) == (self.model.shards - self.model.first) * len(self.model.rows)
-
-    @property
-    def pass_seconds(self) -> float:
-        """Of a forward and its backward."""
-        return self.forecast.compute_seconds if self.all_rests else self.forecast.seconds
+        model, cells = self.model, (self.model.shards - self.model.first) * len(self.model.rows)
+        return len(self.choice.in_memory) == model.shards and len(self.choice.kept) == cells
 
     @property
     def uses(self) -> list[tuple[str, int]]:

@@ -112,7 +112,7 @@ def simulate(plan: Plan, model: StepModel, choice: Choice) -> Forecast:
     """Simulates a plan from empty slots. Compute and lanes run in parallel and wait only where the plan says."""
     seconds = model.seconds(choice)
     at_step = choice.in_memory | model.updated_at_step
-    loading = filling = draining = updating = moving = reduced = computed = 0.0
+    loading = draining = updating = moving = computed = 0.0
     arrival: dict[int, float] = {}  # when shards are in their slots, and when gradients are home
     home: dict[int, float] = {}
     updated: dict[int, float] = {}
@@ -131,19 +131,11 @@ def simulate(plan: Plan, model: StepModel, choice: Choice) -> Forecast:
             computed += seconds[kind][shard]
             compute = max(compute, there) + seconds[kind][shard]
         elif kind is Kind.LOAD:
-            # Whether the update before it has left the weights in the slot.
-            filled = model.updates_fill_slots and shard in updated and shard not in arrival and shard not in at_step
-            begin = max(loading, compute, updated.get(shard, 0.0))
-            loading = arrival[shard] = begin + (0.0 if filled else seconds[kind][shard])
+            loading = arrival[shard] = max(loading, compute, updated.get(shard, 0.0)) + seconds[kind][shard]
         elif kind is Kind.DRAIN:
-            compute = max(compute, reduced)
-            if model.reduced_bytes:  # over ranks, before it is stored
-                loading = reduced = max(loading, compute) + model.costs.reduce * model.reduced_bytes[shard]
-            draining = home[shard] = max(draining, compute, reduced) + seconds[kind][shard]
+            draining = home[shard] = max(draining, compute) + seconds[kind][shard]
         elif kind is Kind.UPDATE and shard not in at_step:
-            if model.updates_fill_slots:  # while the update before this one runs
-                filling = max(filling, compute) + seconds[Kind.LOAD][shard]
-            updating = updated[shard] = max(updating, compute, filling) + seconds[kind][shard]
+            updating = updated[shard] = max(updating, compute) + seconds[kind][shard]
         elif kind is Kind.UPDATE_IN_BACKWARD:
             updating = updated[shard] = max(updating, compute, home[shard]) + seconds[kind][shard]
         elif kind is Kind.SPILL:
@@ -153,4 +145,4 @@ def simulate(plan: Plan, model: StepModel, choice: Choice) -> Forecast:
         elif kind is Kind.PREFETCH:
             moving = back[shard, microbatch or 0] = max(moving, compute) + seconds[kind][shard]
     total = max(compute, loading, draining, updating, moving)
-    return Forecast(*(model.pace * each for each in (total, compute - computed, computed)))
+    return Forecast(total, compute - computed, computed)

@@ -68,8 +68,7 @@ class MemoryReport:
             told = words[each.what + " in a step"].format(each.shards)
             rows.append((each.what, self._shown(each.nbytes), shown_seconds(each.seconds), told))
         waits = f"{shown_seconds(p.forecast.wait_seconds)} of it waiting for copies"
-        pace = f"; {p.model.pace:.2f} of what is simulated, as measured" if p.model.pace != 1 else ""
-        rows.append(("predicted", "", shown_seconds(p.forecast.seconds), waits + pace))
+        rows.append(("predicted", "", shown_seconds(p.forecast.seconds), waits))
         if (seconds := self.measured_seconds) is not None:
             rows.append(("measured", "", shown_seconds(seconds), "with what runs between forward and backward"))
         if (larger := self.more) is not None:

@@ -30,7 +30,6 @@ def model_of(shards: int, microbatches: int = 1, **more: Any) -> StepModel:
     pending=st.sets(st.integers(0, 11)),
     in_memory=st.sets(st.integers(0, 11)),
     in_backward=st.booleans(),
-    fills=st.booleans(),
 )
 def test_every_plan_is_valid_and_prints(
     shards: int,
@@ -40,12 +39,11 @@ def test_every_plan_is_valid_and_prints(
     pending: set[int],
     in_memory: set[int],
     in_backward: bool,
-    fills: bool,
 ) -> None:
     pending &= set(range(shards))
     choice = Choice(min(slots, shards - len(in_memory & {*range(shards)})), frozenset(in_memory & {*range(shards)}))
     updates, first = Updates(frozenset(pending), in_backward), 0 if training else shards
-    model = model_of(shards, microbatches, first=first, updates=updates, updates_fill_slots=fills)
+    model = model_of(shards, microbatches, first=first, updates=updates)
     plan = plan_step(model, choice)
     validate(plan, clips=not in_backward)
     assert plan_of(str(plan), choice.slots).actions == plan.actions
