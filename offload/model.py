@@ -266,9 +266,10 @@ class OffloadModel(nn.Module):
     def estimate(self, batch_rows: int) -> Estimate:
         """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, bytes at the peak.
 
-        The plan is simulated with the median of the latest layer times and bandwidths, without the first step's; times
-        of layers are assumed to be proportional to rows. A process is often slow in its second step, too, so times are
-        better after some more steps. Bytes are as good after the first.
+        Seconds follow from the median of the latest layer times and bandwidths, without the first step's: compute and
+        copies run side by side, and what takes longest decides. Times of layers are assumed to be proportional to rows.
+        A process is often slow in its second step, too, so times are better after some more steps. Bytes are as good
+        after the first.
 
         Raises:
             RuntimeError: if no training step has run yet.

@@ -188,8 +188,8 @@ def holds_gradients(shard: Shard) -> bool:
 class Estimate:
     """Prediction for one step, forward and backward; ``print()`` shows it as a table."""
 
-    #: Seconds from the first load to the last gradient at home; with the updates of an ``OffloadOptimizer``, without
-    #: any other optimizer, and without the user's loss.
+    #: Seconds of forward and backward, in each of which compute or a lane of copies takes longest; with the updates of
+    #: an ``OffloadOptimizer``, without any other optimizer, and without the user's loss.
     seconds: float
     #: Of these, seconds in which compute waits for a copy.
     wait_seconds: float

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from offload.planning.plan import Action, Kind, Plan
-from offload.planning.planner import Forecast, plan_step, simulate
+from offload.planning.plan import Action, Plan
+from offload.planning.planner import LANES, Forecast, forecast, plan_step
 from offload.planning.step_bytes import StepBytes, step_bytes
 from offload.planning.step_model import LEAST_SLOTS, MOVING, Choice, StepModel
 
@@ -74,9 +74,9 @@ class Prediction:
 
 
 def predict(model: StepModel, choice: Choice) -> Prediction:
-    """Plans, simulates and counts one choice."""
+    """Plans one choice, and counts its seconds and bytes."""
     plan = plan_step(model, choice)
-    return Prediction(choice, plan, simulate(plan, model, choice), step_bytes(model, choice), model)
+    return Prediction(choice, plan, forecast(plan, model, choice), step_bytes(model, choice), model)
 
 
 def choose(model: StepModel, limit_bytes: int) -> Choice:
@@ -200,14 +200,14 @@ def moves(predicted: Prediction) -> Iterator[Moved]:
     """What lanes do in a step: loads, gradients, updates, boundaries written out and read back."""
     model, choice = predicted.model, predicted.choice
     seconds, still = model.seconds(choice), choice.in_memory | choice.waiting
-    lanes: dict[str, tuple[set[Kind], Callable[[Action], int]]] = {
-        "loads": ({Kind.LOAD}, lambda a: model.loaded_bytes[a.shard]),
-        "gradients": ({Kind.DRAIN}, lambda a: 0 if a.shard in still else model.gradient_bytes[a.shard]),
-        "updates": ({Kind.UPDATE, Kind.UPDATE_IN_BACKWARD}, lambda a: model.gradient_bytes[a.shard]),
-        "boundaries": ({Kind.SPILL, Kind.PREFETCH}, lambda a: model.boundaries(a.shard, model.rows[a.microbatch or 0])),
+    lanes: dict[str, Callable[[Action], int]] = {
+        "loads": lambda a: model.loaded_bytes[a.shard],
+        "gradients": lambda a: 0 if a.shard in still else model.gradient_bytes[a.shard],
+        "updates": lambda a: model.gradient_bytes[a.shard],
+        "boundaries": lambda a: model.boundaries(a.shard, model.rows[a.microbatch or 0]),
     }
-    for what, (kinds, nbytes) in lanes.items():
-        actions = [a for a in predicted.plan.actions if a.kind in kinds and nbytes(a)]
+    for what, nbytes in lanes.items():
+        actions = [a for a in predicted.plan.actions if LANES.get(a.kind) == what and nbytes(a)]
         if actions:
             taken = sum(seconds[a.kind][a.shard] for a in actions)
             yield Moved(what, len({a.shard for a in actions}), sum(map(nbytes, actions)), taken)
