@@ -18,18 +18,17 @@ from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside
 from offload.blocks.own_forward import OwnForward
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.outside import bytes_staying
 from offload.files.pretrained import Pretrained
 from offload.forms.quantised import check_storable, is_taken_apart, separate, stored_tensors
 from offload.forms.weight_forms import WeightForm
-from offload.limits import MemoryLimits, numbers_of
+from offload.limits import GAPS_SHARE, MemoryLimits, numbers_of
 from offload.memory import Needs, layout_of, limits_for, memory_of, recomputes
 from offload.mesh.engine import MeshEngine
 from offload.mesh.sharding import Sharding, check_mesh
 from offload.meta_device.materialize import Values, move_buffers
 from offload.persistence import PersistentHome
 from offload.planner.memory_planner import plan_memory
-from offload.planning.budget import GAPS_SHARE
+from offload.planner.outside import bytes_staying
 from offload.policy import MemoryPolicy
 from offload.public_parameters import PublicParameters
 from offload.rollback import Rollback

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 import torch
 
 from offload.machine import capacity, free_bytes
-from offload.planning.budget import shown_bytes
 from offload.policy import MemoryPolicy
 from offload.storage.buffer import has_own_memory
+from offload.units import shown_bytes
 
-__all__ = ["HOST", "Grant", "MemoryLimits", "cell_bytes", "check_place", "limits_of", "numbers_of"]
+__all__ = ["GAPS_SHARE", "HOST", "Grant", "MemoryLimits", "cell_bytes", "check_place", "limits_of", "numbers_of"]
 
+#: Of a limit of memory, one part in so many is left to gaps between the blocks of the allocator of a process.
+GAPS_SHARE = 8
 #: Part of the free memory that ``"auto"`` may use.
 AUTO_SHARE = 0.9
 #: Of a number, activations of one cell take at most one part in so many. Slots, gradients and buffers take the rest.

@@ -15,13 +15,13 @@ from offload.forms.weight_forms import WeightForm
 from offload.limits import HOST, MemoryLimits, check_place, limits_of, numbers_of
 from offload.mesh.sharding import least_of_ranks
 from offload.mesh.traffic import bytes_beside_one_process, least_exchange_bytes
-from offload.planning.budget import shown_bytes
 from offload.planning.partition import cut_layers, cut_within
 from offload.planning.step_bytes import step_bytes
 from offload.planning.step_model import Choice, StepModel
 from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, policy_of
 from offload.storage.buffer import has_own_memory
 from offload.telemetry.statistics import Meter
+from offload.units import shown_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

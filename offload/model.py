@@ -27,7 +27,6 @@ from offload.identities import identities_only
 from offload.loading import adapted, build_model, names_of_transformers
 from offload.module import refuse_copies, refuse_moves, show_values, store_values
 from offload.planner.measured import Estimate, next_plan, predict_step
-from offload.planning.budget import shown_bytes
 from offload.planning.plan import Plan
 from offload.planning.rows import split
 from offload.policy import MemoryPolicy
@@ -36,6 +35,7 @@ from offload.streaming.streamer import share_slots
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Statistics
 from offload.telemetry.trace import Event
+from offload.units import shown_bytes
 from pipe.torch_private.tracing import breaks_compiled_graphs
 
 if TYPE_CHECKING:
@@ -266,9 +266,10 @@ class OffloadModel(nn.Module):
     def estimate(self, batch_rows: int) -> Estimate:
         """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, bytes at the peak.
 
-        The plan is simulated with the median of the latest layer times and bandwidths, without the first step's; times
-        of layers are assumed to be proportional to rows. A process is often slow in its second step, too, so times are
-        better after some more steps. Bytes are as good after the first.
+        Seconds follow from the median of the latest layer times and bandwidths, without the first step's: compute and
+        copies run side by side, and what takes longest decides. Times of layers are assumed to be proportional to rows.
+        A process is often slow in its second step, too, so times are better after some more steps. Bytes are as good
+        after the first.
 
         Raises:
             RuntimeError: if no training step has run yet.
@@ -279,11 +280,10 @@ class OffloadModel(nn.Module):
     def memory_report(self) -> MemoryReport:
         """How steps use the memory that they may, and why: ``print(model.memory_report())``.
 
-        It has each use with its bytes, predicted and measured, and what more memory would buy; ``.plot("memory.png")``
-        draws the bytes. Plans follow from counted bytes alone. What the latest steps took beside these is added to the
-        prediction, as a use of its own: buffers inside of operations; on a CPU, all that the process has grown by since
-        the model was made, with free memory that its allocator keeps. There predicted seconds are the simulated ones,
-        times what the latest steps took of them. Raises RuntimeError if there is no ``memory``.
+        It has each use with its bytes, predicted and measured, and what more memory would buy. Plans follow from
+        counted bytes alone. What the latest steps took beside these is added to the prediction, as a use of its own:
+        buffers inside of operations; on a CPU, all that the process has grown by since the model was made, with free
+        memory that its allocator keeps. Raises RuntimeError if there is no ``memory``.
         """
         planner = self._homes.steps.planner
         if planner is None:

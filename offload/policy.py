@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
-from offload.planning.budget import parse_bytes
+from offload.units import parse_bytes
 
 __all__ = ["DEFAULT_MEMORY", "PLACES", "MemoryPolicy", "policy_of"]
 

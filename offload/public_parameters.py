@@ -86,10 +86,6 @@ class PublicParameters:
         """What ranks hold on a device of its own memory to exchange what they store; None where they do not."""
         return None
 
-    def reduced_bytes(self, shard: Shard) -> int:
-        """Bytes of the whole gradients of a shard that ranks reduce."""
-        return 0
-
     def accumulates(self) -> contextlib.AbstractContextManager[None]:
         """A context in which each rank keeps its gradients to itself."""
         return contextlib.nullcontext()

@@ -121,7 +121,6 @@ class Situation:
             drain_to_memory=link,
             update=1 / rates.update_bytes,
             update_in_memory=1 / rates.memory_update_bytes,
-            resting_update=1 / rates.memory_update_bytes,
             boundary=max(1 / rates.write_bytes, link),
         )
         buffers = 0
@@ -155,7 +154,6 @@ class Situation:
             host_bytes=None if self.host_bytes is None else self.host_bytes - sum(resting.values()),
             in_host=frozenset(resting),
             updated_at_step=frozenset(resting),
-            updates_fill_slots=on_host and not self.casts,
         )
 
     def at(self, limit_bytes: int) -> Prediction | None:

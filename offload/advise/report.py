@@ -17,9 +17,9 @@ from offload.advise.sources import failing, source_of
 from offload.arguments import compute_device
 from offload.limits import AUTO_SHARE
 from offload.machine import free_bytes, free_host_bytes
-from offload.planning.budget import parse_bytes, shown_bytes, table
 from offload.planning.step_model import OutsideBytes
 from offload.telemetry.memory_report import MemoryReport
+from offload.units import parse_bytes, shown_bytes, table
 
 __all__ = ["DTYPES", "MOST_POSITIONS", "STATES", "Report"]
 

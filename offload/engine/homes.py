@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.outside import LeafBytes, outside_bytes
 from offload.engine.steps import Steps
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.planning.rows import RowUnits
-from offload.planning.step_model import OutsideBytes
 from offload.policy import MemoryPolicy
 from offload.public_parameters import PublicParameters
 from offload.storage import Tier
@@ -118,8 +116,9 @@ class ModelHomes:
         self.row_units = RowUnits()
         #: How often saved tensors were recorded, by shard, rows and whether the graph was kept.
         self.recorded: dict[Any, int] = {}
-        #: Of the gradients of parameters outside in the last backward.
-        self.leaf_gradients: LeafBytes = {}
+        #: By ``id`` of a parameter outside: the bytes of its gradient in the last backward, and the pieces of code that
+        #: made it or added to it.
+        self.leaf_gradients: dict[int, tuple[int, set[int]]] = {}
         #: The process that made the model.
         self.made_in = os.getpid()
         self._frozen_weights = 0
@@ -177,18 +176,6 @@ class ModelHomes:
         if any(p.requires_grad for p in self.outside):
             return 0
         return next((shard.index for shard in self.shards if shard.trainable), len(self.shards))
-
-    def outside_bytes(self) -> OutsideBytes:
-        """Bytes on the compute device that belong to no shard."""
-        return outside_bytes(
-            [*self.around.values()],
-            self.outside,
-            self.resident,
-            self.shards,
-            dtype=self.param_dtype,
-            made=self.leaf_gradients,
-            states=self.streamer.gradient_offload.optimizers.resident_state_bytes(),
-        )
 
     # --- where shards rest ------------------------------------------------------------------------------------------
 

@@ -61,12 +61,6 @@ class MeshShard(Shard):
         """Never: an update of this rank's part cannot take it from the slot of the next load."""
         return False
 
-    @property
-    def reduced_bytes(self) -> int:
-        """Bytes of the whole gradients that ranks reduce."""
-        reduced = (p for p, part in zip(self.parameters, self.parts, strict=True) if not isinstance(part, WholePart))
-        return sum(p.nbytes for p in reduced if p.requires_grad)
-
     def versions(self) -> tuple[int, ...]:
         """The version of each parameter: the sum of the counters of all tensors through which it can be written."""
         return tuple(

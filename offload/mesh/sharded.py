@@ -526,10 +526,6 @@ class MeshParameters(PublicParameters):
             return None
         return exchange_bytes(self._shards, [p.part for p in self._trained_whole()], self.ranks)
 
-    def reduced_bytes(self, shard: Shard) -> int:
-        """See :meth:`PublicParameters.reduced_bytes`."""
-        return shard.reduced_bytes if isinstance(shard, MeshShard) else 0
-
     def compare(self, what: str, number: float) -> list[float]:
         """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""
         return self.ranks.agree(what, "", number, everywhere=True)

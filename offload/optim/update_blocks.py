@@ -15,9 +15,9 @@ from offload.optim.groups import options_of
 from offload.optim.io_buffers import IO_BUFFERS, MOST_STATES
 from offload.optim.param_block import ELEMENTWISE
 from offload.optim.state_forms import StateForm
-from offload.planning.budget import shown_bytes
 from offload.storage.buffer import PAGE_BYTES, PIECE, whole_pages
 from offload.streaming.shard import Shard
+from offload.units import shown_bytes
 
 __all__ = ["MAX_BLOCK_BYTES", "StoredStates", "states_kept"]
 

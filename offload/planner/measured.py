@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from offload.engine.homes import ModelHomes
-from offload.planning.budget import shown_record
+from offload.planner.outside import outside_bytes
 from offload.planning.choose import predict
 from offload.planning.plan import Kind, Plan
 from offload.planning.planner import plan_step
 from offload.planning.step_model import Choice, Costs, StepModel
 from offload.storage.buffer import has_own_memory
 from offload.streaming.shard import Shard
-from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, REDUCTION, UPDATE_IN_MEMORY
+from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, UPDATE_IN_MEMORY
+from offload.units import shown_record
 
 __all__ = [
     "Estimate",
@@ -45,8 +46,6 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
     always = on_host and not tier.blocking_io  # homes are in host memory anyway
     there = [each.weights + each.states for each in homes.bytes_in_memory()]
     gradients = [sum(s.full_nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
-    # Of whole gradients, which ranks reduce. A load is measured with what it gathers.
-    reduced = [*map(homes.public.reduced_bytes, shards)]
     recomputed, kept = homes.meter.profiles(max(rows), steps.graph_bytes_per_row())
     in_host = in_host_memory(homes)
     return StepModel(
@@ -60,7 +59,6 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
         own_slots=streamer.own_slots,
         gradient_bytes=gradients if exchange is None else exchange.gradients,
         draining_bytes=() if exchange is None else exchange.draining,
-        reduced_bytes=reduced if any(reduced) else (),
         stored_bytes=gradients,
         boundaries=steps.boundaries.now(),
         gradients=steps.gradients.now(),
@@ -75,7 +73,7 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
         transfer_bytes=(tier.staging_bytes if on_host else 0) + (0 if exchange is None else exchange.staging),
         buffer_bytes=streamer.gradient_offload.optimizers.buffer_bytes() if on_host else 0,
         outside=replace(
-            homes.outside_bytes(),
+            outside_bytes(homes),
             activations=round(steps.around_per_row * sum(rows)),
             reducing=0 if exchange is None else exchange.outside,
         ),
@@ -83,7 +81,6 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
         gradients_stay=always,
         in_host=in_host,
         updated_at_step=in_host if tier.blocking_io else frozenset(everything),
-        updates_fill_slots=on_host and tier.blocking_io and all(shard.slot_keeps_weights for shard in shards),
     )
 
 
@@ -114,9 +111,7 @@ def _may_rest(homes: ModelHomes, shard: Shard) -> bool:
 def costs_of(homes: ModelHomes, microbatches: Sequence[float]) -> Costs:
     """The measured seconds of a step on micro-batches of so many rows."""
     meter, on_host, rows = homes.meter, not has_own_memory(homes.device), sum(microbatches) / len(microbatches)
-    load, drain, update, boundary, reduce = map(
-        meter.copy_seconds_per_byte, ("load", "drain", "update", "boundary", REDUCTION)
-    )
+    load, drain, update, boundary = map(meter.copy_seconds_per_byte, ("load", "drain", "update", "boundary"))
     update_there = meter.copy_seconds_per_byte(UPDATE_IN_MEMORY) or update
     backward = [rows * meter.backward_seconds_per_row(shard.index) for shard in homes.shards]
     return Costs(
@@ -130,10 +125,7 @@ def costs_of(homes: ModelHomes, microbatches: Sequence[float]) -> Costs:
         drain_to_memory=0.0 if on_host else meter.copy_seconds_per_byte(DRAIN_TO_MEMORY) or drain,
         update=update or update_there,
         update_in_memory=update_there,
-        # On a device, kernels among those of the layers.
-        resting_update=update_there if on_host else 0.0,
         boundary=boundary,
-        reduce=reduce,
     )
 
 
@@ -196,8 +188,8 @@ def holds_gradients(shard: Shard) -> bool:
 class Estimate:
     """Prediction for one step, forward and backward; ``print()`` shows it as a table."""
 
-    #: Seconds from the first load to the last gradient at home; with the updates of an ``OffloadOptimizer``, without
-    #: any other optimizer. With ``memory`` on the CPU as the latest steps took them, with the user's loss.
+    #: Seconds of forward and backward, in each of which compute or a lane of copies takes longest; with the updates of
+    #: an ``OffloadOptimizer``, without any other optimizer, and without the user's loss.
     seconds: float
     #: Of these, seconds in which compute waits for a copy.
     wait_seconds: float

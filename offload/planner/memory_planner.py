@@ -22,7 +22,7 @@ from typing import Any
 
 from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
-from offload.limits import MemoryLimits
+from offload.limits import GAPS_SHARE, MemoryLimits
 from offload.planner.measured import (
     bytes_left,
     costs_of,
@@ -32,8 +32,8 @@ from offload.planner.measured import (
     step_model,
     unowned_gradients,
 )
+from offload.planner.outside import outside_bytes
 from offload.planner.step_memory import StepMemory, bound_of
-from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_limit, predict
 from offload.planning.rows import remember, shown
 from offload.planning.step_model import LEAST_SLOTS, Choice, Given, StepModel
@@ -41,6 +41,7 @@ from offload.policy import MemoryPolicy
 from offload.storage.buffer import has_own_memory
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
+from offload.units import shown_bytes
 from pipe.nested import tensors_in
 
 __all__ = ["MemoryPlanner", "TooLargeError", "plan_memory"]
@@ -146,7 +147,7 @@ class MemoryPlanner:
             return
         batch_bytes = sum(map(bytes_of_boundary, {id(x): x for x in tensors_in(leaves)}.values()))
         pool = self._streamer.slot_pool
-        least = pool.slots * pool.slot_bytes + self._homes.outside_bytes().begins + batch_bytes
+        least = pool.slots * pool.slot_bytes + outside_bytes(self._homes).begins + batch_bytes
         if least <= self.limit_bytes:
             return
         raise TooLargeError(
@@ -168,7 +169,7 @@ class MemoryPlanner:
             self._due, self._in_vain = True, None
         self.return_excess()
         left = self._left_free(rows)
-        took = self._memory.end(sum(rows), self._measured_seconds, self._prediction, probes=self._probes)
+        took = self._memory.end(sum(rows), self._prediction, probes=self._probes)
         if took is not None and (self._probes or self._prediction is None):
             self._warn_of_excess(rows, took)
         if left != self._left_free(rows):
@@ -272,7 +273,7 @@ class MemoryPlanner:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
         homes = self._homes
         begins = self._gradients_there()
-        key = tuple(rows), begins, homes.outside_bytes().begins
+        key = tuple(rows), begins, outside_bytes(homes).begins
         if key not in self._choices:
             model = replace(self._model(rows), begins=begins)
             present = Choice(self._streamer.slots, self._in_memory)
@@ -308,7 +309,7 @@ class MemoryPlanner:
         """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""
         limit, beside, homes = self.limit_bytes, self._left_free(rows), self._homes
         least = error.least_bytes + beside
-        outside, differ = homes.outside_bytes(), homes.row_units.differ
+        outside, differ = outside_bytes(homes), homes.row_units.differ
         parts = {
             "by which earlier steps exceeded their prediction": beside,
             "for parameters in no shard, their gradients and states": outside.begins + outside.gradients - outside.held,
@@ -388,17 +389,9 @@ class MemoryPlanner:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def observed(self, model: StepModel) -> StepModel:
-        """The model of a step with what steps were measured to take beside what it counts and simulates."""
-        pace, seconds, last = 1.0, self._memory.seconds, self._prediction
-        if seconds is not None and last is not None:
-            simulated = predict(replace(last.model, costs=costs_of(self._homes, last.model.rows)), last.choice)
-            pace = seconds / (simulated.pass_seconds or seconds)
-        return replace(
-            model,
-            costs=costs_of(self._homes, model.rows),
-            beside_bytes=self._memory.beside(sum(model.rows)),
-            pace=pace,
-        )
+        """The model of a step with the latest seconds, and what steps took beside what it counts."""
+        beside = self._memory.beside(sum(model.rows))
+        return replace(model, costs=costs_of(self._homes, model.rows), beside_bytes=beside)
 
     def report(self) -> MemoryReport:
         """What the present plan takes and costs."""

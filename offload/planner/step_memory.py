@@ -1,4 +1,4 @@
-"""Measures what the steps of one model take beside what is counted: memory, and time.
+"""Measures what the steps of one model take beside what is counted.
 
 Plans count tensors that are known: weights, gradients, states, boundaries, activations. A process holds more: buffers
 inside of operations, what its allocator keeps for reuse, the graph of the loss. On the CPU that is the rise of its
@@ -11,12 +11,11 @@ Rows longer than all before were predicted from other sizes: their first step te
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 
 import torch
 
-from offload.planning.budget import GAPS_SHARE
+from offload.limits import GAPS_SHARE
 from offload.planning.choose import Prediction
 from offload.planning.rows import remember
 from offload.storage.buffer import has_own_memory
@@ -39,7 +38,7 @@ def bound_of(limit_bytes: int, device: torch.device) -> int:
 
 
 class StepMemory:
-    """The memory and the time of steps of a model on one device.
+    """The memory of steps of a model on one device.
 
     ``made_bytes``: anonymous memory of the process before the model was made.
     """
@@ -54,9 +53,6 @@ class StepMemory:
         self._made = min(made_bytes, self._returned)
         #: Rows of a batch -> what its latest steps took beside what is counted.
         self._beside: dict[float, deque[int]] = {}
-        #: Of the latest steps, all of so many rows and with the same plan.
-        self._seconds: deque[float] = deque(maxlen=LATEST)
-        self._rows = 0.0
         #: The peak of the last step that was measured.
         self.peak_bytes: int | None = None
         #: Whether slots and buffers of the present plan are still to be allocated; whether they were in the last step.
@@ -69,11 +65,6 @@ class StepMemory:
         """
         larger = min((size for size in self._beside if size >= rows), default=rows)
         return max((max(latest) for size, latest in self._beside.items() if size <= larger), default=0)
-
-    @property
-    def seconds(self) -> float | None:
-        """Of the latest steps; None where the clock of the host does not tell it."""
-        return statistics.median(self._seconds) if self._seconds else None
 
     def grown_bytes(self) -> int:
         """On the CPU: what the process holds more than when the model was made."""
@@ -97,7 +88,7 @@ class StepMemory:
         else:
             self._returned = min(self._returned, held)
 
-    def end(self, rows: float, seconds: float, predicted: Prediction | None, *, probes: bool) -> int | None:
+    def end(self, rows: float, predicted: Prediction | None, *, probes: bool) -> int | None:
         """Ends a step of a batch of so many rows; returns the bytes that it took, with what is counted at its begin.
 
         ``probes``: its prediction is that of other sizes, and so no measure of what it leaves out.
@@ -108,16 +99,11 @@ class StepMemory:
         counted = 0 if fresh or predicted is None else predicted.peak.begin
         grown = self._peak.began - self._made if self.on_host else 0
         self.peak_bytes = None if rise is None else rise + max(counted, grown)
-        if fresh or self._was_fresh or rows != self._rows:
-            self._seconds.clear()
         if self.on_host and (fresh or self._was_fresh):  # what moves, and is made, in the first step of a plan
             self._beside.clear()
-        self._was_fresh, self._rows = fresh, rows
-        if predicted is not None and not probes:
-            if self.on_host:  # a device works on when a step has ended here
-                self._seconds.append(seconds)
-            if self.peak_bytes is not None and (self.on_host or not fresh):
-                latest = self._beside.get(rows, deque[int](maxlen=LATEST))
-                latest.append(max(0, self.peak_bytes - predicted.peak.memory))
-                remember(self._beside, rows, latest)
+        self._was_fresh = fresh
+        if predicted is not None and not probes and self.peak_bytes is not None and (self.on_host or not fresh):
+            latest = self._beside.get(rows, deque[int](maxlen=LATEST))
+            latest.append(max(0, self.peak_bytes - predicted.peak.memory))
+            remember(self._beside, rows, latest)
         return None if rise is None else rise + counted

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from offload.planning.plan import Action, Kind, Plan
-from offload.planning.planner import Forecast, plan_step, simulate
+from offload.planning.plan import Action, Plan
+from offload.planning.planner import LANES, Forecast, forecast, plan_step
 from offload.planning.step_bytes import StepBytes, step_bytes
 from offload.planning.step_model import LEAST_SLOTS, MOVING, Choice, StepModel
 
@@ -60,20 +60,11 @@ class Prediction:
         """In the memory that layers compute in, with what measured steps took beside."""
         return self.peak.memory + self.model.beside_bytes
 
-    @property
-    def all_rests(self) -> bool:
-        """Whether all shards rest in memory: then the optimizer's step waits for its updates."""
-        return len(self.choice.in_memory) == self.model.shards
-
     @cached_property
     def all_stays(self) -> bool:
         """Whether nothing moves, and nothing is recomputed."""
-        return self.all_rests and len(self.choice.kept) == (self.model.shards - self.model.first) * len(self.model.rows)
-
-    @property
-    def pass_seconds(self) -> float:
-        """Of a forward and its backward."""
-        return self.forecast.compute_seconds if self.all_rests else self.forecast.seconds
+        model, cells = self.model, (self.model.shards - self.model.first) * len(self.model.rows)
+        return len(self.choice.in_memory) == model.shards and len(self.choice.kept) == cells
 
     @property
     def uses(self) -> list[tuple[str, int]]:
@@ -83,9 +74,9 @@ class Prediction:
 
 
 def predict(model: StepModel, choice: Choice) -> Prediction:
-    """Plans, simulates and counts one choice."""
+    """Plans one choice, and counts its seconds and bytes."""
     plan = plan_step(model, choice)
-    return Prediction(choice, plan, simulate(plan, model, choice), step_bytes(model, choice), model)
+    return Prediction(choice, plan, forecast(plan, model, choice), step_bytes(model, choice), model)
 
 
 def choose(model: StepModel, limit_bytes: int) -> Choice:
@@ -209,14 +200,14 @@ def moves(predicted: Prediction) -> Iterator[Moved]:
     """What lanes do in a step: loads, gradients, updates, boundaries written out and read back."""
     model, choice = predicted.model, predicted.choice
     seconds, still = model.seconds(choice), choice.in_memory | choice.waiting
-    lanes: dict[str, tuple[set[Kind], Callable[[Action], int]]] = {
-        "loads": ({Kind.LOAD}, lambda a: model.loaded_bytes[a.shard]),
-        "gradients": ({Kind.DRAIN}, lambda a: 0 if a.shard in still else model.gradient_bytes[a.shard]),
-        "updates": ({Kind.UPDATE, Kind.UPDATE_IN_BACKWARD}, lambda a: model.gradient_bytes[a.shard]),
-        "boundaries": ({Kind.SPILL, Kind.PREFETCH}, lambda a: model.boundaries(a.shard, model.rows[a.microbatch or 0])),
+    lanes: dict[str, Callable[[Action], int]] = {
+        "loads": lambda a: model.loaded_bytes[a.shard],
+        "gradients": lambda a: 0 if a.shard in still else model.gradient_bytes[a.shard],
+        "updates": lambda a: model.gradient_bytes[a.shard],
+        "boundaries": lambda a: model.boundaries(a.shard, model.rows[a.microbatch or 0]),
     }
-    for what, (kinds, nbytes) in lanes.items():
-        actions = [a for a in predicted.plan.actions if a.kind in kinds and nbytes(a)]
+    for what, nbytes in lanes.items():
+        actions = [a for a in predicted.plan.actions if LANES.get(a.kind) == what and nbytes(a)]
         if actions:
             taken = sum(seconds[a.kind][a.shard] for a in actions)
             yield Moved(what, len({a.shard for a in actions}), sum(map(nbytes, actions)), taken)

@@ -15,16 +15,27 @@ This module knows nothing of tensors or torch.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from offload.planning.plan import CELLS, Action, Kind, Plan
-from offload.planning.step_model import MOVING, WRITES_IN_FLIGHT, Choice, Key, StepModel
+from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan
+from offload.planning.step_model import MOVING, Choice, Key, StepModel
 
-__all__ = ["Forecast", "plan_step", "simulate"]
+__all__ = ["LANES", "Forecast", "forecast", "plan_step"]
+
+#: What takes time, and what does it.
+LANES = {
+    **dict.fromkeys(CELLS, "compute"),
+    Kind.LOAD: "loads",
+    Kind.DRAIN: "gradients",
+    Kind.UPDATE: "updates",
+    Kind.UPDATE_IN_BACKWARD: "updates",
+    Kind.SPILL: "boundaries",
+    Kind.PREFETCH: "boundaries",
+}
 
 
 def plan_step(model: StepModel, choice: Choice) -> Plan:
@@ -100,57 +111,26 @@ def _loads(
 
 
 class Forecast(NamedTuple):
-    """What :func:`simulate` predicts."""
+    """What :func:`forecast` predicts."""
 
-    #: Until compute and all copies are done; of these, waiting for copies, and computing.
+    #: Of the step; of these, waiting for copies, and computing.
     seconds: float
     wait_seconds: float
     compute_seconds: float
 
 
-def simulate(plan: Plan, model: StepModel, choice: Choice) -> Forecast:
-    """Simulates a plan from empty slots. Compute and lanes run in parallel and wait only where the plan says."""
+def forecast(plan: Plan, model: StepModel, choice: Choice) -> Forecast:
+    """The time of a plan: compute and lanes run side by side, and in each pass the one that takes longest decides."""
     seconds = model.seconds(choice)
-    at_step = choice.in_memory | model.updated_at_step
-    loading = filling = draining = updating = moving = reduced = computed = 0.0
-    arrival: dict[int, float] = {}  # when shards are in their slots, and when gradients are home
-    home: dict[int, float] = {}
-    updated: dict[int, float] = {}
-    leaving: deque[float] = deque([0.0] * WRITES_IN_FLIGHT)  # when boundaries are written
-    back: dict[Key, float] = {}  # when boundaries are read back
-    for kind, shard, _ in plan.actions:  # in place, in order, as soon as the optimizer steps
-        if kind is Kind.UPDATE and shard in at_step:
-            updating = updated[shard] = updating + seconds[kind][shard]
+    forward, backward = defaultdict[str, float](float), defaultdict[str, float](float)
+    now = forward
+    for kind, shard, _ in plan.actions:
+        if kind in BACKWARD_CELLS:
+            now = backward
+        if kind in LANES:
+            now[LANES[kind]] += seconds[kind][shard]
     # If nothing is loaded beside them, the optimizer's step waits for its updates.
-    compute = updating if len(choice.in_memory) == model.shards else 0.0
-    for kind, shard, microbatch in plan.actions:
-        if kind in CELLS:
-            there = updated.get(shard, 0.0) if shard in choice.in_memory else arrival[shard]
-            if kind is Kind.BACKWARD:
-                there = max(there, back.get((shard, microbatch or 0), 0.0))
-            computed += seconds[kind][shard]
-            compute = max(compute, there) + seconds[kind][shard]
-        elif kind is Kind.LOAD:
-            # Whether the update before it has left the weights in the slot.
-            filled = model.updates_fill_slots and shard in updated and shard not in arrival and shard not in at_step
-            begin = max(loading, compute, updated.get(shard, 0.0))
-            loading = arrival[shard] = begin + (0.0 if filled else seconds[kind][shard])
-        elif kind is Kind.DRAIN:
-            compute = max(compute, reduced)
-            if model.reduced_bytes:  # over ranks, before it is stored
-                loading = reduced = max(loading, compute) + model.costs.reduce * model.reduced_bytes[shard]
-            draining = home[shard] = max(draining, compute, reduced) + seconds[kind][shard]
-        elif kind is Kind.UPDATE and shard not in at_step:
-            if model.updates_fill_slots:  # while the update before this one runs
-                filling = max(filling, compute) + seconds[Kind.LOAD][shard]
-            updating = updated[shard] = max(updating, compute, filling) + seconds[kind][shard]
-        elif kind is Kind.UPDATE_IN_BACKWARD:
-            updating = updated[shard] = max(updating, compute, home[shard]) + seconds[kind][shard]
-        elif kind is Kind.SPILL:
-            compute = max(compute, leaving.popleft())
-            moving = max(moving, compute) + seconds[kind][shard]
-            leaving.append(moving)
-        elif kind is Kind.PREFETCH:
-            moving = back[shard, microbatch or 0] = max(moving, compute) + seconds[kind][shard]
-    total = max(compute, loading, draining, updating, moving)
-    return Forecast(*(model.pace * each for each in (total, compute - computed, computed)))
+    waits = forward.pop("updates", 0.0) if len(choice.in_memory) == model.shards else 0.0
+    computed = forward["compute"] + backward["compute"]
+    total = waits + max(forward.values()) + max(backward.values())
+    return Forecast(total, total - computed, computed)

@@ -96,13 +96,11 @@ class Costs:
     #: Of gradients to files, and from a device to host memory: nothing moves there where layers compute in it.
     drain: float = 0.0
     drain_to_memory: float = 0.0
-    #: Of updates in files, in host memory, and of shards that rest in the memory that layers compute in.
+    #: Of updates in files, and in host memory.
     update: float = 0.0
     update_in_memory: float = 0.0
-    resting_update: float = 0.0
-    #: Of a copy of a boundary or its gradient; and of sums of gradients over ranks.
+    #: Of a copy of a boundary or its gradient.
     boundary: float = 0.0
-    reduce: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +180,9 @@ class StepModel:
     own_slots: bool = False
     #: Of the gradients of each shard's weights, in the type of their home.
     gradient_bytes: Sequence[int]
-    #: Of ranks: the same from their drain to the next one, which reduces them first; what that sums; what is stored.
+    #: Of ranks: the same from their drain to the next one, which reduces them first.
     draining_bytes: Sequence[int] = ()
-    reduced_bytes: Sequence[int] = ()
+    #: And of what each of them stores.
     stored_bytes: Sequence[int] = ()
     #: Of the input of a cell, and of its gradient. Shard ``shards`` stands for the output.
     boundaries: Sizes = lambda shard, rows: 0
@@ -223,12 +221,8 @@ class StepModel:
     in_host: frozenset[int] = frozenset()
     #: The shards that are updated in place as soon as the optimizer steps, besides those that a choice rests in memory.
     updated_at_step: Set[int] = frozenset()
-    #: Whether an update of another shard reads its weights into the slot of the load that follows, and leaves the new
-    #: ones there.
-    updates_fill_slots: bool = False
-    #: Of a report: bytes that measured steps took beside what is counted, and their seconds to the simulated ones.
+    #: Of a report: bytes that measured steps took beside what is counted.
     beside_bytes: int = 0
-    pace: float = 1.0
     #: What is not chosen but given: upper limits of bytes, and the number of slots.
     given: Given = field(default_factory=Given)
 
@@ -259,7 +253,8 @@ class StepModel:
         drain = [costs.drain_to_memory if j in to_memory else costs.drain for j in everything]
         update = [costs.update_in_memory if j in self.updated_at_step else costs.update for j in everything]
         for j in choice.in_memory:
-            drain[j], update[j] = 0.0, costs.resting_update
+            # On a device, updates are kernels among those of the layers.
+            drain[j], update[j] = 0.0, costs.update_in_memory if self.host_bytes is None else 0.0
         updates = [*map(mul, update, gradients)]
         boundary = [costs.boundary * self.boundaries(j, self.rows[0]) for j in everything]
         return {

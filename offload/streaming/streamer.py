@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload.planning.budget import shown_bytes
 from offload.planning.partition import slot_sizes
 from offload.storage import Tier
 from offload.storage.buffer import device_buffer
@@ -30,6 +29,7 @@ from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, CopyLanes, error_context
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import LOAD_FROM_MEMORY, Meter
+from offload.units import shown_bytes
 from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from offload.planning.budget import shown_record
 from offload.planning.memory_profile import MemoryProfile, ProfilesBySize
 from offload.telemetry.clock import Clock
 from offload.telemetry.trace import Tracer
+from offload.units import shown_record
 
 __all__ = ["DRAIN_TO_MEMORY", "LOAD_FROM_MEMORY", "REDUCTION", "UPDATE_IN_MEMORY", "Meter", "Statistics"]
 

@@ -21,8 +21,8 @@ import offload.memory
 from offload import MemoryPolicy, OffloadModel
 from offload.limits import Grant, MemoryLimits
 from offload.memory import Needs, layout_of, limits_for, memory_of
-from offload.planning.budget import parse_bytes, shown_bytes
 from offload.telemetry.statistics import Meter
+from offload.units import parse_bytes, shown_bytes
 from tests.offload.zoo import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

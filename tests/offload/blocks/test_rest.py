@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
-from offload.planning.budget import shown_bytes
+from offload.units import shown_bytes
 from tests.offload.blocks import towers
 from tests.offload.blocks.towers import WIDTH, Large, make, step, words
 from tests.offload.side_by_side import advance, assert_equal, train

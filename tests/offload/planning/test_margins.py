@@ -1,4 +1,4 @@
-"""What steps take beside what is counted and simulated: reported on the CPU, left free by later plans on a device."""
+"""What steps take beside what is counted: reported on the CPU, left free by later plans on a device."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from offload.planner.step_memory import LATEST, StepMemory
 
 
-def measured(steps: list[tuple[float, int, bool]], monkeypatch: pytest.MonkeyPatch) -> tuple[StepMemory, list[int]]:
-    """Of steps with so many rows and bytes, whose plan is new or not; the k-th takes k seconds."""
+def measured(steps: list[tuple[float, int, bool]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of steps with so many rows and bytes, whose plan is new or not."""
     memory, found = StepMemory(torch.device("cpu"), 0), []
     monkeypatch.setattr("offload.planner.step_memory.anonymous_bytes", lambda: 0)
     memory._made = 1 << 60  # so that nothing that this process holds counts
     predicted: Any = SimpleNamespace(peak=SimpleNamespace(begin=0, memory=100))
-    for seconds, (rows, peak, new) in enumerate(steps):
+    for rows, peak, new in steps:
         monkeypatch.setattr(memory._peak, "rise", lambda peak=peak: peak)
         memory.fresh = new
         memory.begin()
-        memory.end(rows, seconds, predicted, probes=False)
+        memory.end(rows, predicted, probes=False)
         found.append(memory.beside(rows))
-    return memory, found
+    return found
 
 
 @pytest.mark.usefixtures("own_memory")
@@ -41,15 +41,9 @@ def measured(steps: list[tuple[float, int, bool]], monkeypatch: pytest.MonkeyPat
 def test_on_a_device_it_is_left_free_for_later_steps_of_their_size(
     steps: list[tuple[float, int, bool]], beside: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, found = measured(steps, monkeypatch)
-    assert found == beside
-    assert memory.seconds is None, "its clock is not that of the host"
+    assert measured(steps, monkeypatch) == beside
 
 
 def test_on_the_cpu_a_new_plan_is_measured_anew_and_its_first_step_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [(8, 130, False), (8, 500, True), (8, 120, False), (8, 110, False), (8, 115, False)]
-    memory, found = measured([*steps[:1], *steps], monkeypatch)
-    assert found == [30, 30, 400, 20, 20, 20]
-    assert memory.seconds == 4, "of 3, 4 and 5"
-    memory.end(9, 7.0, None, probes=False)
-    assert memory.seconds is None, "of other rows"
+    assert measured([*steps[:1], *steps], monkeypatch) == [30, 30, 400, 20, 20, 20]

@@ -1,4 +1,4 @@
-"""The plan is data: it prints, is proved and simulated without a tensor in sight."""
+"""The plan is data: it prints, is proved and timed without a tensor in sight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offload.planning.partition import cut_layers
 from offload.planning.plan import CELLS, Kind
-from offload.planning.planner import plan_step, simulate
+from offload.planning.planner import forecast, plan_step
 from offload.planning.step_model import MOVING, Choice, Costs, StepModel, Updates
 from tests.offload.planning.proof import plan_of, validate
 
@@ -30,7 +30,6 @@ def model_of(shards: int, microbatches: int = 1, **more: Any) -> StepModel:
     pending=st.sets(st.integers(0, 11)),
     in_memory=st.sets(st.integers(0, 11)),
     in_backward=st.booleans(),
-    fills=st.booleans(),
 )
 def test_every_plan_is_valid_and_prints(
     shards: int,
@@ -40,17 +39,16 @@ def test_every_plan_is_valid_and_prints(
     pending: set[int],
     in_memory: set[int],
     in_backward: bool,
-    fills: bool,
 ) -> None:
     pending &= set(range(shards))
     choice = Choice(min(slots, shards - len(in_memory & {*range(shards)})), frozenset(in_memory & {*range(shards)}))
     updates, first = Updates(frozenset(pending), in_backward), 0 if training else shards
-    model = model_of(shards, microbatches, first=first, updates=updates, updates_fill_slots=fills)
+    model = model_of(shards, microbatches, first=first, updates=updates)
     plan = plan_step(model, choice)
     validate(plan, clips=not in_backward)
     assert plan_of(str(plan), choice.slots).actions == plan.actions
     assert in_memory.isdisjoint(a.shard for a in plan.actions if a.kind in (Kind.LOAD, Kind.EVICT))
-    predicted = simulate(plan, model, choice)
+    predicted = forecast(plan, model, choice)
     assert predicted.seconds >= predicted.compute_seconds == shards * microbatches * (1 + training)
     updated = {kind: sorted(a.shard for a in plan.actions if a.kind is kind) for kind in Kind}
     assert updated[Kind.UPDATE] == sorted(pending)
@@ -79,7 +77,7 @@ def test_boundaries_beyond_a_budget_leave_and_return_ahead_of_use(
     )
     plan = plan_step(model, choice)
     validate(plan)
-    simulate(plan, model, choice)
+    forecast(plan, model, choice)
     for position, action in enumerate(plan.actions):
         if action.kind is Kind.PREFETCH:
             # No other cell than the one before its use comes in between, of those that read boundaries.

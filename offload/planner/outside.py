@@ -8,14 +8,12 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 
+from offload.engine.homes import ModelHomes
 from offload.planning.step_model import OutsideBytes
 from offload.streaming.shard import Shard
 from pipe.nested import parts_of
 
-__all__ = ["bytes_staying", "outside_bytes", "shard_of"]
-
-#: By ``id`` of a parameter: the bytes of its gradient, and the pieces of code that make it or add to it.
-LeafBytes = dict[int, tuple[int, set[int]]]
+__all__ = ["bytes_staying", "outside_bytes"]
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
@@ -51,31 +49,17 @@ def bytes_staying(
     return _values(modules, list(own), adapters, dtype) + (1 + states) * gradients
 
 
-def outside_bytes(
-    modules: Iterable[nn.Module],
-    parameters: Collection[nn.Parameter],
-    adapters: Shard | None,
-    shards: Collection[Shard],
-    *,
-    dtype: torch.dtype | None,
-    made: LeafBytes,
-    states: int,
-) -> OutsideBytes:
-    """The bytes outside of ``shards``.
+def outside_bytes(homes: ModelHomes) -> OutsideBytes:
+    """The bytes outside of the shards of a model.
 
-    Args:
-        modules, parameters: around the blocks.
-        adapters: the owner of parameters of layers that stay.
-        shards: of the model.
-        dtype: in which layers compute, if not in that of the parameters.
-        made: of the last backward. A gradient that is not known there counts from the begin of the backward on.
-        states: bytes of optimizer states.
+    A gradient that the last backward has not made counts from the begin of the backward on.
     """
+    parameters, adapters, shards = homes.outside, homes.resident, homes.shards
     first, copied, within = Counter[int](), Counter[int](), Counter[int]()
     for p in parameters:
         if p.requires_grad:
-            nbytes, pieces = made.get(id(p), (_nbytes([p]), None))
-            before = {len(shards)} if pieces is None else {shard_of(piece, shards) for piece in pieces}
+            nbytes, pieces = homes.leaf_gradients.get(id(p), (_nbytes([p]), None))
+            before = {len(shards)} if pieces is None else {_shard_of(piece, shards) for piece in pieces}
             first[max(before)] += nbytes
             for j in before - {max(before)}:  # made there, and added to the first one
                 copied[j] += nbytes
@@ -87,8 +71,8 @@ def outside_bytes(
         seen |= borrowed
     held = [p.grad for p in (*parameters, *own) if p.grad is not None]
     return OutsideBytes(
-        values=_values(modules, parameters, own, dtype),
-        states=states,
+        values=_values(homes.around.values(), parameters, own, homes.param_dtype),
+        states=homes.streamer.gradient_offload.optimizers.resident_state_bytes(),
         made_before=first,
         copied_before=copied,
         made_in=within,
@@ -96,6 +80,6 @@ def outside_bytes(
     )
 
 
-def shard_of(piece: int, shards: Collection[Shard]) -> int:
+def _shard_of(piece: int, shards: Collection[Shard]) -> int:
     """The shard of the block that follows a piece of code around blocks; their number after the last block."""
     return sum(shard.first + len(shard.layers) <= piece for shard in shards)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-__all__ = ["GAPS_SHARE", "parse_bytes", "shown_bytes", "shown_record", "shown_seconds", "table"]
+__all__ = ["parse_bytes", "shown_bytes", "shown_record", "shown_seconds", "table"]
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -20,8 +20,6 @@ _UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
 }
 _SHOWN = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-#: Of a limit of memory, one part in so many is left to gaps between the blocks of the allocator of a process.
-GAPS_SHARE = 8
 
 
 def parse_bytes(value: int | str, name: str = "memory", *, least: int = 1) -> int:
