@@ -280,10 +280,10 @@ class OffloadModel(nn.Module):
     def memory_report(self) -> MemoryReport:
         """How steps use the memory that they may, and why: ``print(model.memory_report())``.
 
-        It has each use with its bytes, predicted and measured, and what more memory would buy. Plans follow from
-        counted bytes alone. What the latest steps took beside these is added to the prediction, as a use of its own:
-        buffers inside of operations; on a CPU, all that the process has grown by since the model was made, with free
-        memory that its allocator keeps. Raises RuntimeError if there is no ``memory``.
+        It has each use with its bytes, predicted and measured, and what more memory would buy; ``.plot("memory.png")``
+        draws the bytes. Plans follow from counted bytes alone. What the latest steps took beside these is added to the
+        prediction, as a use of its own: buffers inside of operations; on a CPU, all that the process has grown by since
+        the model was made, with free memory that its allocator keeps. Raises RuntimeError if there is no ``memory``.
         """
         planner = self._homes.steps.planner
         if planner is None:

@@ -1,8 +1,9 @@
-"""Reports how the memory of a model is used, and why: one table that adds up to the peak of a step."""
+"""Reports how the memory of a model is used, and why: one table that adds up to the peak of a step, and its picture."""
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 
 from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict
@@ -112,3 +113,31 @@ class MemoryReport:
             "updates in a step": "of {} shards, by so much of gradients",
             "boundaries in a step": "out of memory and back",
         }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the table as stacked bars of bytes against the limit, into a file of the type that its name ends with.
+
+        Raises ImportError without matplotlib, which the extra ``bench`` has; RuntimeError before the first step.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "plot() needs matplotlib: pip install 'gradstream[bench]', or matplotlib alone"
+            ) from error
+        if self.predicted is None:
+            raise RuntimeError("run one training step first: the plan is chosen from what it measures")
+        unit, factor = self._unit
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes, below = figure.add_subplot(), 0.0
+        for use, nbytes in self.predicted.uses:
+            axes.bar("predicted", nbytes / factor, bottom=below, label=f"{use}: {shown_bytes(nbytes)}")
+            below += nbytes / factor
+        if (peak := self.measured_bytes) is not None:
+            axes.bar("measured", peak / factor, color="lightgrey", label=f"measured: {shown_bytes(peak)}")
+        limit = shown_bytes(self.limit_bytes)
+        axes.axhline(self.limit_bytes / factor, color="black", linestyle="--", label=f"limit: {limit}")
+        axes.set_title(f"memory of a step on {self.device}: {shown_bytes(self.predicted.memory_bytes)} of {limit}")
+        axes.set_ylabel(f"{unit} at the peak")
+        figure.legend(loc="outside right upper", reverse=True)
+        figure.savefig(os.fspath(path), dpi=150)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -181,6 +182,22 @@ def test_what_a_process_holds_beside_what_is_counted_is_predicted_and_decides_no
     assert found[0] == found[1]
     assert report.predicted.memory_bytes < report.measured_bytes + 40 * MIB
     assert re.search(r"beside these +[\d.]+ +allocator and buffers of operations, measured", str(report))
+
+
+def test_the_picture_shows_the_uses_beside_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="40MiB")
+    with pytest.raises(RuntimeError, match="run one training step first"):
+        model.memory_report().plot(tmp_path / "memory.png")
+    train(model, OffloadOptimizer(model, torch.optim.AdamW), 3)
+    report = model.memory_report()
+    report.plot(tmp_path / "memory.svg")
+    picture = (tmp_path / "memory.svg").read_text(encoding="utf-8")
+    comments = re.findall(r"<!-- (.*?) -->", picture)  # of each text that is drawn
+    for words in (r"memory of a step on cpu: [\d.]+ MiB of 40.0 MiB", "limit: 40.0 MiB", "slots: .* MiB", "measured"):
+        assert any(re.fullmatch(words, text) for text in comments), (words, comments)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'gradstream\[bench\]'"):
+        report.plot(tmp_path / "memory.png")
 
 
 def test_shards_whose_weights_are_viewed_elsewhere_stay_where_they_are(tmp_path: Path) -> None:
