@@ -51,11 +51,7 @@ class OffloadModel(nn.Module):
 
     ``OffloadModel(model, ...)`` is :func:`offload`: it changes ``model`` in place and returns it, as ``fully_shard``
     of torch does. So the object keeps its identity, attributes, methods, names and hooks, and these methods are added.
-
-    Args:
-        model, device, offload_device, num_slices, checkpoint_activation, num_microbatches: of :func:`offload`; their
-            order is that of fairscale.
-        options: further arguments of :func:`offload`.
+    It takes the arguments of :func:`offload`; the order of the positional ones is that of fairscale.
     """
 
     _offloaded: Offloaded
@@ -103,14 +99,16 @@ class OffloadModel(nn.Module):
             path: a directory with ``config.json`` and safetensors files, as ``save_pretrained`` of transformers writes
                 it (``huggingface_hub.snapshot_download`` returns one); or, with a function ``model``, whatever
                 :class:`~offload.Pretrained` takes.
-            device, offload_device: of the :class:`~offload.OffloadModel`.
+            device: of the :class:`~offload.OffloadModel`.
+            offload_device: of the :class:`~offload.OffloadModel`.
             model: a class of transformers, such as ``AutoModelForCausalLM``; or a function or class that builds any
                 model without arguments. None: the class that ``config.json`` names (``architectures``).
             dtype: type of the parameters of a class of transformers; None: that of its configuration. Values are
                 converted as they are read.
-            key_map, strict: see :class:`~offload.Pretrained`. Without ``key_map``, names are mapped as transformers
-                maps them: those of older releases, and where only the model or only the files have a head around a
-                base model (``model.layers.0`` and ``layers.0``); the files' head is skipped then.
+            key_map: see :class:`~offload.Pretrained`. Without it, names are mapped as transformers maps them: those of
+                older releases, and where only the model or only the files have a head around a base model
+                (``model.layers.0`` and ``layers.0``); the files' head is skipped then.
+            strict: see :class:`~offload.Pretrained`.
             adapt: called with the model before anything is read, returns the model to offload: adapters over a base
                 that is never whole in memory, ``lambda base: get_peft_model(base, lora)``. What it adds is in no file,
                 and is initialised as ``adapt`` does it.

@@ -49,9 +49,6 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         enable_grad_scaling: scale the loss; takes effect for fp16 only.
         grad_accum: batches per optimizer step.
         amp_dtype: bfloat16 (default) or float16.
-        execute_all_batches: as for :class:`~pipe.train.base.TrainPipelineBase`, as are the next two.
-        custom_model_fwd: called with a batch instead of the model.
-        enqueue_batch_after_forward: copy a later batch after the forward and not before it.
         dmp_collection_sync_interval_batches: interval, in optimizer steps, at which the tables of a torchrec
             ``DMPCollection`` are averaged over their replicas; the first average is before the first step. None: never.
         apply_jit: must be False; script the modules yourself.
@@ -59,7 +56,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         pipeline_postproc: accepted and without effect, as are ``enable_inplace_copy_batch``,
             ``free_features_storage_early`` and ``clear_data_dist_inputs``: in torchrec they change speed or memory,
             never the result.
-        **options: as for :class:`~pipe.train.base.TrainPipelineBase`; ``ahead`` accepts ``"distribute"`` too.
+        **options: as for :class:`~pipe.train.base.TrainPipelineBase`, such as ``execute_all_batches``,
+            ``custom_model_fwd`` and ``enqueue_batch_after_forward``; ``ahead`` accepts ``"distribute"`` too.
 
     Raises:
         TypeError: if ``custom_model_fwd`` cannot be called, or an argument is unknown.
@@ -209,9 +207,8 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         model: called with one batch, returns ``(losses, output)``; the losses are dropped.
         optimizer: unused; accepted because torchrec has it. May be None.
         device: the device that batches are copied to.
-        enable_amp: run forward under autocast to ``amp_dtype``.
-        **options: as for :class:`~pipe.train.sparse.TrainPipelineSparseDist`, except ``grad_accum`` and gradient
-            scaling.
+        **options: as for :class:`~pipe.train.sparse.TrainPipelineSparseDist`, such as ``enable_amp``, except
+            ``grad_accum`` and gradient scaling.
 
     Source: torchrec's ``EvalPipelineSparseDist`` (Meta, 2022).
     """
