@@ -88,11 +88,6 @@ class Backward:
         """Whether one has failed, and was not cleaned up."""
         return self._running is not None and self._running() is None
 
-    @property
-    def runs(self) -> bool:
-        """Whether one runs."""
-        return self._running is not None and self._running() is not None
-
     def abort(self) -> None:
         """Cleans up after a pass that failed; again, if it was interrupted itself."""
         self.streamer.cancel()
@@ -180,7 +175,6 @@ class Backward:
         everywhere = accumulates_everywhere()
         # Squared norms are summed while gradients leave.
         accumulates = everywhere and not (self.updates or self.streamer.gradient_offload.optimizers.clip)
-        stay = weights.gradients_stay()
         nbytes = 0
         for n, k in enumerate(visit.positions):
             gradient, parameter = gradients[n], weights.parameters[k]
@@ -194,7 +188,7 @@ class Backward:
                     f"parameter's type, which is bfloat16 with store_dtype=: that of {weights.owners[k][1].name} would "
                     f"be rounded. Make the model without store_dtype"
                 )
-            elif by_autograd or (accumulates and stay[k] and gradient.device == parameter.device):
+            elif by_autograd or (accumulates and weights.stays[k] and gradient.device == parameter.device):
                 stays = gradient.device == parameter.device and gradient.dtype == parameter.dtype
                 returned[n] = gradient if stays else gradient.to(parameter.device, parameter.dtype)
                 nbytes += gradient.numel() * gradient.element_size()
@@ -324,8 +318,7 @@ class Backward:
 def _loses_graph(visit: Visit, *, measured: bool) -> bool:
     """Whether gradients of a visit leave their graph in a backward that accumulates; ``measured``: for their norms."""
     weights = visit.weights
-    stay = weights.gradients_stay()
-    leave = [k for k in visit.positions if measured or not stay[k]]
+    leave = [k for k in visit.positions if measured or not weights.stays[k]]
     return any(weights.parameters[k].requires_grad and not has_hooks(weights.parameters[k]) for k in leave)
 
 

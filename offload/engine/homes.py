@@ -92,6 +92,7 @@ class ModelHomes:
         #: Names of the quantised parameters.
         self.quantised = {s.part_of: s.name for shard in shards for s in shard.own if s.part_of is not None}
         self.device, self.meter = device, meter
+        streamer.gradient_offload.kept_bytes = policy.gradient_bytes or 0
         #: The type of floating-point parameters in slots; None: that in storage.
         self.param_dtype = param_dtype
         #: Storage of the homes, and what copies.
@@ -128,26 +129,15 @@ class ModelHomes:
 
     def run_by(self, engine: Any) -> None:
         """Notes the engine that runs the blocks."""
-        self._engine = this = weakref.ref(engine)  # it refers to this object
+        self._engine = self.streamer.engine = weakref.ref(engine)  # it refers to this object
         self._backward = weakref.ref(engine.backward)
-
-        def in_pass() -> bool:
-            engine = this()
-            # Backwards of several models run in one of autograd.
-            return engine is not None and engine.backward.forward is not None
-
-        def clean_up() -> None:
-            engine = this()
-            if engine is not None:
-                engine.clean_up()
-
-        self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
 
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is running."""
         engine, backward = self._engine(), self._backward()  # which goes on after the model was deleted
-        return (engine is not None and engine.running) or (backward is not None and backward.runs)
+        in_backward = backward is not None and backward.has_begun and not backward.is_left
+        return in_backward or (engine is not None and engine.running)
 
     @property
     def weights_are_frozen(self) -> bool:

@@ -45,12 +45,12 @@ class Weights:
         self.parameters = shard.parameters
         #: The parameters that users see, which are the leaves of their graphs.
         self.leaves = leaves_of(self.parameters)
-        self._stay: list[bool] | None = None
         self._tokens: dict[tuple[int, ...], Sequence[Tensor]] = {}
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
         self._open: list[_Bound] = []
         self._views: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
         self.find()
+        self.homes_moved()
 
     def find(self) -> None:
         """Finds the parameters in the modules as they are now. Raises RuntimeError if one is in none of them."""
@@ -78,12 +78,6 @@ class Weights:
         """The positions of the parameters that take a gradient."""
         parameters = self.parameters
         return [k for k in self.streamed if parameters[k].requires_grad]
-
-    def gradients_stay(self) -> Sequence[bool]:
-        """Whether the gradient of each parameter rests where layers make it, so that autograd accumulates it."""
-        if self._stay is None:  # asked anew where shards move
-            self._stay = [o.on_device and s.form is None and not o.gradient_types.rounded for o, s in self.owners]
-        return self._stay
 
     def tokens(self, positions: Sequence[int], *, several: bool) -> Sequence[Tensor]:
         """What the gradients of the parameters at these positions have the shapes and types of; without memory.
@@ -118,7 +112,8 @@ class Weights:
 
     def homes_moved(self) -> None:
         """Called when homes have moved."""
-        self._stay = None
+        #: Whether the gradient of each parameter rests where layers make it, so that autograd accumulates it.
+        self.stays = [o.on_device and s.form is None and not o.gradient_types.rounded for o, s in self.owners]
 
     def point_parts(self, values: Sequence[Tensor] | None) -> None:
         """Gives the parts of quantised parameters the memory of ``values``, or of their homes."""
