@@ -299,20 +299,18 @@ class ObservedStep:
             in_memory=streamer.in_place(),
         )
 
-    def _drained_where_they_rest(self) -> None:
+    def _add_drains(self) -> None:
         """Adds to the plan that gradients of shards which are used where they rest are stored when they are made."""
         drained = {action.shard for action in self.actions if action.kind is Kind.DRAIN}
-        last: dict[int, int] = {}
-        for position, action in enumerate(self.actions):
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_KEPT) and action.shard not in drained:
-                last[action.shard] = position
-        for j, position in sorted(last.items(), key=lambda pair: -pair[1]):
-            self.actions.insert(position + 1, Action(Kind.DRAIN, j))
+        backwards = [(k, a.shard) for k, a in enumerate(self.actions) if a.kind in (Kind.BACKWARD, Kind.BACKWARD_KEPT)]
+        last = {j: k for k, j in backwards if j not in drained}
+        for k, j in sorted(((k, j) for j, k in last.items()), reverse=True):
+            self.actions.insert(k + 1, Action(Kind.DRAIN, j))
 
     def end(self) -> None:
         """Called when the step has ended."""
         self.end_cell()
-        self._drained_where_they_rest()
+        self._add_drains()
         if not self._ended:
             self._ended = True
             self._steps.record_step(self.plan(), self.rows, self.planned, training=self.training)
