@@ -4,7 +4,7 @@ The user's parameters are never moved: they are the home. While a block runs, th
 (``module._parameters``) hold tensors on the slot in their place, and the parameters again afterwards. ::
 
     weights = Weights(shard, device, lambda parameters: parameters)
-    with weights.bound(weights.views(slots)):
+    with Bound(weights, weights.views(slots)):
         block(input)
 """
 
@@ -25,7 +25,7 @@ from offload.streaming.streamer import SlotPool
 from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
 
-__all__ = ["Weights"]
+__all__ = ["Bound", "Weights"]
 
 #: The parameters that users see for those of layers.
 LeavesOf = Callable[[Sequence[nn.Parameter]], Sequence[nn.Parameter]]
@@ -47,10 +47,9 @@ class Weights:
         self.leaves = leaves_of(self.parameters)
         self._tokens: dict[tuple[int, ...], Sequence[Tensor]] = {}
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
-        self._open: list[_Bound] = []
+        self._open: list[Bound] = []
         self._views: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
         self.find()
-        self.homes_moved()
 
     def find(self) -> None:
         """Finds the parameters in the modules as they are now. Raises RuntimeError if one is in none of them."""
@@ -131,13 +130,9 @@ class Weights:
         while self._open:
             self._open[-1].__exit__()
 
-    def bound(self, values: Sequence[Tensor]) -> _Bound:
-        """A context in which the modules have ``values`` in place of their parameters; none: they keep those."""
-        return _Bound(self, values)
 
-
-class _Bound:
-    """See :meth:`Weights.bound`."""
+class Bound:
+    """A context in which the modules of ``weights`` have ``values`` in place of parameters; none: they keep those."""
 
     __slots__ = ("_lists", "_modules", "_values", "_weights")
 
