@@ -248,7 +248,7 @@ class Cell:
             assigned = weight.data_ptr() != at[k]
             if assigned:  # by another view, since the weight has the version counter of this one
                 s = shard.slices[k]
-                s.check_data(view.shape, weight)
+                s.check_data(weight, view.shape)
                 place = s.view(shard.slot)
                 place.copy_(weight.detach())
                 if weight is view:  # it is frozen
