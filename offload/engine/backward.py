@@ -6,7 +6,6 @@ fails. The shards that it uses come in the reverse order of its forward.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -25,7 +24,6 @@ from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import set_gradient
 from pipe.freed import Life, Living
 from pipe.nested import tensors_in
-from pipe.process import check_process
 from pipe.torch_private.autograd import (
     accumulates_everywhere,
     at_end_of_backward,
@@ -65,7 +63,6 @@ class Backward:
         self.graphs: Living[list[Any]] = Living()
         #: Of the last forward.
         self.last: weakref.ref[Life] | None = None
-        self._made_in = os.getpid()
         #: Whether parameters are stored in fewer bytes than their gradients.
         self._stores_rounded = any(s.form is not None for each in weights for _, s in each.owners)
         self._running: weakref.ref[_Running] | None = None
@@ -242,7 +239,6 @@ class Backward:
         if self._running is not None or self.forward is not None or not in_backward():
             return
         self.homes.check_open()
-        check_process(self._made_in, "this OffloadModel")
         hooked: Sequence[nn.Parameter] = ()
         if self._stores_rounded or self.streamer.gradient_offload.optimizers.in_backward is not None:
             hooked = [p for weights in self.weights for p in weights.shard.parameters if has_hooks(p)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import threading
 import traceback
@@ -42,7 +41,6 @@ from offload.engine.weights import Weights
 from offload.forms.quantised import check_frozen
 from pipe.freed import Life
 from pipe.nested import flatten, tensors_in
-from pipe.process import check_process
 from pipe.recompute.phase import is_checkpointing, is_recomputing
 from pipe.recompute.replay import Layers, refuse_cached_parametrizations
 from pipe.recompute.thread_state import ThreadState, close_contexts
@@ -88,7 +86,6 @@ class Engine:
 
     def __init__(self, homes: ModelHomes, calls: Sequence[Callable[..., Any]] = ()) -> None:
         self._homes, self.streamer, self.device = homes, homes.streamer, homes.device
-        self._made_in = os.getpid()
         #: Forwards of several chunks so far, and whether in one of them code between blocks has set their attributes.
         self.chunked, self.sets_between = 0, False
         self._weights = [Weights(shard, homes.device, homes.public.for_autograd) for shard in homes.shards]
@@ -166,7 +163,6 @@ class Engine:
                 "this OffloadModel is in the middle of a forward; a layer or a hook of it called it again, or another "
                 "thread did"
             )
-        check_process(self._made_in, "this OffloadModel")
         self._homes.check_open()
         in_between = in_backward()
         if not in_between:

@@ -121,8 +121,7 @@ class ModelHomes:
         self.recorded: dict[Any, int] = {}
         #: Of the gradients of parameters outside in the last backward.
         self.leaf_gradients: LeafBytes = {}
-        #: The process that made the model.
-        self.made_in = os.getpid()
+        self._made_in = os.getpid()
         self._frozen_weights = 0
         self._engine: Any = lambda: None
         self._backward: Any = lambda: None
@@ -193,7 +192,8 @@ class ModelHomes:
         return planner is not None and planner.all_stays([*map(self.row_units.count, leaves)])
 
     def check_open(self) -> None:
-        """Raises RuntimeError after ``close()``."""
+        """Raises RuntimeError after ``close()``, and in a forked child."""
+        check_process(self._made_in, "this OffloadModel")
         if self.closed:
             raise RuntimeError("this OffloadModel was closed and cannot run; make a new one")
 
@@ -232,7 +232,6 @@ class ModelHomes:
 
     def _rest(self, in_host: frozenset[int], on_device: frozenset[int]) -> None:
         self.check_open()
-        check_process(self.made_in, "this OffloadModel")
         wanted = in_host | on_device
         if self.public.sharded:
             raise ValueError("shards of a model with mesh= stay at home: their DTensors would not follow a move")
