@@ -163,14 +163,12 @@ class ObservedStep:
             staying = sum({id(x): bytes_of_boundary(x) for x in tensors_in(value) if not is_plain(x)}.values())
             self._steps.around_per_row += staying / (self.rows[i] or 1)
         # What several blocks of a shard get, such as a mask, is one boundary of the first.
-        entered = {} if k == 0 else self._entered
-        new = sum(nbytes for key, nbytes in tensors.items() if key not in entered)
-        self._entered = entered | tensors
         if k == 0:
-            self._boundary_bytes = new if j else 0
-        else:
-            self._boundary_bytes += new
+            self._entered, self._boundary_bytes = {}, 0
+        new = sum(nbytes for key, nbytes in tensors.items() if key not in self._entered)
+        self._entered |= tensors
         if j or k:
+            self._boundary_bytes += new
             self._steps.boundaries.add(j, self.rows[i], self._boundary_bytes)
         if j and k == 0:
             self._steps.gradients.add(j, self.rows[i], new)
@@ -203,8 +201,7 @@ class ObservedStep:
         """Called with the result of the forward."""
         if self._homes.blocks:
             self._code_before(len(self._homes.blocks), value)
-            self._homes.leaf_gradients.clear()
-            self._homes.leaf_gradients.update(self._used_outside)
+            self._homes.leaf_gradients = self._used_outside
         self._nodes = set()
 
     def leave(self, cell: CellPlace, value: Any) -> None:
@@ -291,13 +288,7 @@ class ObservedStep:
     def plan(self) -> Plan:
         """What was done."""
         streamer = self._homes.streamer
-        return Plan(
-            tuple(self.actions),
-            streamer.slots,
-            frozenset(self.resident),
-            frozenset(self.pending),
-            in_memory=streamer.in_place(),
-        )
+        return Plan(tuple(self.actions), streamer.slots, self.resident, self.pending, in_memory=streamer.in_place())
 
     def _add_drains(self) -> None:
         """Adds to the plan that gradients of shards which are used where they rest are stored when they are made."""
