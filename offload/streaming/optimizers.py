@@ -29,18 +29,14 @@ class ModelOptimizer(Protocol):
     max_norm: float | None
     #: So far.
     steps: int
+    #: Of each parameter.
+    state: Any
+    #: Of each shard.
+    param_blocks: dict[Any, Any]
     #: What updates during backward.
     in_backward: InBackward | None
     #: The class of optimizers, its arguments, and the form in which states are stored.
     factory: Any
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        """Of each parameter."""
-
-    @property
-    def param_blocks(self) -> Mapping[Any, Sequence[Any]]:
-        """Of each shard."""
 
     @property
     def updated_shards(self) -> frozenset[int]:
