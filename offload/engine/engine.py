@@ -344,7 +344,7 @@ class Engine:
     def _begin_cell(self, step: ObservedStep, boundaries: Boundaries | None, place: CellPlace, visit: Visit) -> None:
         """Called when the backward of an observed cell begins, or goes on."""
         self.backward.enter(step, visit.uses, visit.life)  # shards that are used where they rest do not
-        if not step.is_at(place):
+        if step.cell is not place:
             step.end_cell()
             if place.kept and visit.weights.shard.in_place:
                 # A graph on weights where they rest compares what it has saved, as autograd does, and nothing else.

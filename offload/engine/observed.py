@@ -134,7 +134,8 @@ class ObservedStep:
         self._to_update = set(self.pending)
         self.resident = homes.streamer.resident()
         self._open: contextlib.AbstractContextManager[None] | None = None
-        self._cell: CellPlace | None = None
+        #: The cell whose backward has begun last.
+        self.cell: CellPlace | None = None
         self._ended = False
         #: Of the cell that runs forward: the tensors that have entered its blocks, and their bytes.
         self._entered: dict[int, int] = {}
@@ -250,11 +251,7 @@ class ObservedStep:
 
     def _timed(self, kind: Kind, cell: CellPlace, step: int) -> contextlib.AbstractContextManager[None]:
         self._return_excess()
-        rows = self.rows[cell.i]
-        timed: contextlib.AbstractContextManager[None] = self._meter.cell(
-            kind.value, cell.j, cell.i, rows, step=step, steps=cell.blocks
-        )
-        return timed
+        return self._meter.cell(kind.value, cell.j, cell.i, self.rows[cell.i], step=step, steps=cell.blocks)
 
     def _return_excess(self) -> None:
         if self.training and self._steps.planner is not None:
@@ -266,22 +263,18 @@ class ObservedStep:
         self.actions += [Action(Kind.EVICT, j) for j in sorted(left - found)]
         self.actions += [Action(Kind.LOAD, j) for j in sorted(found - left)]
 
-    def is_at(self, cell: CellPlace) -> bool:
-        """Whether the backward of this cell has begun last."""
-        return cell is self._cell
-
     def backward(self, cell: CellPlace) -> None:
         """Called when the backward of a cell begins; that of the one before has ended."""
         kind = Kind.BACKWARD_KEPT if cell.kept else Kind.BACKWARD
         if cell.k == cell.blocks - 1:
             self.act(kind, cell.j, cell.i)
-        self._cell = cell
+        self.cell = cell
         self._open = self._timed(kind, cell, cell.blocks - 1 - cell.k)
         self._open.__enter__()
 
     def end_cell(self) -> None:
         """Called when autograd leaves the last cell."""
-        context, self._open, self._cell = self._open, None, None
+        context, self._open, self.cell = self._open, None, None
         if context is not None:
             context.__exit__(None, None, None)
 

@@ -282,13 +282,8 @@ class GradientOffload:
             return shard.index in self.waiting
         if not (self.kept_bytes and any(True for _ in self.optimizers)):
             return False
-        before = (
-            s
-            for other in self._shards[: shard.index + 1]
-            for s in other.own
-            if s.parameter.requires_grad and other.blocking_io
-        )
-        return sum(shard.gradient_types.nbytes(s) for s in before) <= self.kept_bytes
+        before = (s for other in self._shards[: shard.index + 1] if other.blocking_io for s in other.own)
+        return sum(shard.gradient_types.nbytes(s) for s in before if s.parameter.requires_grad) <= self.kept_bytes
 
 
 def _store(block: Block, offset: int, gradient: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:

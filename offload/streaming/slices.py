@@ -144,7 +144,6 @@ def read_converted(block: Block, places: Sequence[tuple[Slice, Slice]], to: Tens
         for there, here in places:
             first, end = max(there.offset, begin), min(there.offset + there.nbytes, begin + part.numel())
             if first < end:
-                elements = slice(
-                    (first - there.offset) // there.dtype.itemsize, (end - there.offset) // there.dtype.itemsize
-                )
+                itemsize = there.dtype.itemsize
+                elements = slice((first - there.offset) // itemsize, (end - there.offset) // itemsize)
                 in_order(here.view(to))[elements] = part[first - begin : end - begin].view(there.dtype)
