@@ -312,7 +312,7 @@ class OffloadModel(nn.Module):
     def updates_in_backward(self) -> bool:
         """Whether the next backward updates parameters: gradients cannot accumulate over micro-batches then."""
         updater = self._homes.streamer.gradient_offload.optimizers.in_backward
-        return updater is not None and updater.updates
+        return updater is not None and not updater.accumulating
 
     def share_slots(self, stages: Sequence[Sequence[object]]) -> None:
         """Shares device memory with models that never compute at the same time.

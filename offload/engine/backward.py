@@ -6,7 +6,6 @@ fails. The shards that it uses come in the reverse order of its forward.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -25,7 +24,6 @@ from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import set_gradient
 from pipe.freed import Life, Living
 from pipe.nested import tensors_in
-from pipe.process import check_process
 from pipe.torch_private.autograd import (
     accumulates_everywhere,
     at_end_of_backward,
@@ -65,7 +63,6 @@ class Backward:
         self.graphs: Living[list[Any]] = Living()
         #: Of the last forward.
         self.last: weakref.ref[Life] | None = None
-        self._made_in = os.getpid()
         #: Whether parameters are stored in fewer bytes than their gradients.
         self._stores_rounded = any(s.form is not None for each in weights for _, s in each.owners)
         self._running: weakref.ref[_Running] | None = None
@@ -87,11 +84,6 @@ class Backward:
     def is_left(self) -> bool:
         """Whether one has failed, and was not cleaned up."""
         return self._running is not None and self._running() is None
-
-    @property
-    def runs(self) -> bool:
-        """Whether one runs."""
-        return self._running is not None and self._running() is not None
 
     def abort(self) -> None:
         """Cleans up after a pass that failed; again, if it was interrupted itself."""
@@ -180,7 +172,6 @@ class Backward:
         everywhere = accumulates_everywhere()
         # Squared norms are summed while gradients leave.
         accumulates = everywhere and not (self.updates or self.streamer.gradient_offload.optimizers.clip)
-        stay = weights.gradients_stay()
         nbytes = 0
         for n, k in enumerate(visit.positions):
             gradient, parameter = gradients[n], weights.parameters[k]
@@ -194,7 +185,7 @@ class Backward:
                     f"parameter's type, which is bfloat16 with store_dtype=: that of {weights.owners[k][1].name} would "
                     f"be rounded. Make the model without store_dtype"
                 )
-            elif by_autograd or (accumulates and stay[k] and gradient.device == parameter.device):
+            elif by_autograd or (accumulates and weights.stays[k] and gradient.device == parameter.device):
                 stays = gradient.device == parameter.device and gradient.dtype == parameter.dtype
                 returned[n] = gradient if stays else gradient.to(parameter.device, parameter.dtype)
                 nbytes += gradient.numel() * gradient.element_size()
@@ -248,7 +239,6 @@ class Backward:
         if self._running is not None or self.forward is not None or not in_backward():
             return
         self.homes.check_open()
-        check_process(self._made_in, "this OffloadModel")
         hooked: Sequence[nn.Parameter] = ()
         if self._stores_rounded or self.streamer.gradient_offload.optimizers.in_backward is not None:
             hooked = [p for weights in self.weights for p in weights.shard.parameters if has_hooks(p)]
@@ -324,8 +314,7 @@ class Backward:
 def _loses_graph(visit: Visit, *, measured: bool) -> bool:
     """Whether gradients of a visit leave their graph in a backward that accumulates; ``measured``: for their norms."""
     weights = visit.weights
-    stay = weights.gradients_stay()
-    leave = [k for k in visit.positions if measured or not stay[k]]
+    leave = [k for k in visit.positions if measured or not weights.stays[k]]
     return any(weights.parameters[k].requires_grad and not has_hooks(weights.parameters[k]) for k in leave)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.engine.weights import Weights
+from offload.engine.weights import Bound, Weights
 from pipe.nested import map_tensors
 from pipe.recompute.replay import Layers, Modes
 
@@ -81,7 +81,7 @@ class Block:
         self, call: Callable[..., Any], weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """The result of ``call``, in which its modules have these weights; none: they have their own."""
-        with self.weights.bound(weights):
+        with Bound(self.weights, weights):
             output = call(*args, **kwargs)
         if not weights:
             return output

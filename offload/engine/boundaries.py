@@ -91,12 +91,11 @@ class Boundaries:
         """Begins to read what enters a cell whose backward comes next, and the one before."""
         while self._writing:
             self._end_write(self._writing[0])
-        orders = [order for order, boundary in list(self._away.items()) if boundary.cell == cell]
-        for order in sorted(orders, reverse=True):
+        orders = sorted(order for order, b in [*self._away.items(), *self._held.items()] if b.cell == cell)
+        for order in [order for order in reversed(orders) if order in self._away]:
             self._fetch(self._away[order])
-        held = [order for order, boundary in list(self._held.items()) if boundary.cell == cell]
-        if orders or held:
-            self._fetch_before(min([*orders, *held]))
+        if orders:
+            self._fetch_before(orders[0])
 
     def _save(self, cell: Cell, tensor: Tensor) -> Any:
         place: Any = object()

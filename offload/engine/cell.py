@@ -94,13 +94,12 @@ class Cell:
     def _keep_by_reference(self, visit: Visit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         block, views, watched = self.block, self.views, self.block.region
         outer, name = lasting_hooks(), block.name
-        weights = SavedWeights(visit, views[0]) if views else None
-        refer, resolve = (_same, _same) if weights is None else (weights.refer, weights.resolve)
+        weights = SavedWeights(visit, views)
         saved_by, begins, life = self.watch.saved, self.watch.begins, visit.life()
         changing = {buffer.data_ptr() for buffer in watched.changing()}
 
         def pack(tensor: Tensor) -> Any:
-            saved = refer(tensor)
+            saved = weights.refer(tensor)
             if saved_by is not None and not (type(saved) is Reference and saved.cast is not None):
                 saved_by(tensor)
             if type(saved) in REFERENCES:
@@ -117,21 +116,19 @@ class Cell:
             if begins is not None:
                 begins(visit)
             if type(saved) in REFERENCES:
-                return resolve(saved)
+                return weights.resolve(saved)
             if outer is not None:
                 replaced: Tensor = outer[1](saved)
                 return replaced
             tensor, version = saved
             return unchanged(tensor, version, name)
 
-        if weights is not None:
-            weights.running = [(view, view._version) for view in views]
+        weights.running = [(view, view._version) for view in views]
         try:
             with saved_tensors_hooks(*uncompiled_hooks(pack, unpack)):
                 return self._noted(self._call, enter(visit, views, self.tokens), args, kwargs)
         finally:
-            if weights is not None:
-                weights.running = ()  # hooks of the graph hold it
+            weights.running = ()  # hooks of the graph hold it
 
     def recompute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output with a graph that runs the block again when backward reaches it."""
@@ -165,7 +162,7 @@ class Cell:
 
         # A second run starts from what the first one was given, which that may write in place.
         copied = block.inputs.copies(known.modes)
-        places = SavedWeights(visit, views[0]) if views else None
+        places = SavedWeights(visit, views) if views else None
         recomputed = Call(
             block.name,
             again,
@@ -251,7 +248,7 @@ class Cell:
             assigned = weight.data_ptr() != at[k]
             if assigned:  # by another view, since the weight has the version counter of this one
                 s = shard.slices[k]
-                s.check_data(view.shape, weight)
+                s.check_data(weight, view.shape)
                 place = s.view(shard.slot)
                 place.copy_(weight.detach())
                 if weight is view:  # it is frozen
@@ -292,7 +289,3 @@ def _copied(tensor: Tensor) -> Tensor:
 def _within(context: contextlib.AbstractContextManager[None], call: Run, *args: Any, **kwargs: Any) -> Any:
     with context:
         return call(*args, **kwargs)
-
-
-def _same(value: Any) -> Any:
-    return value

@@ -11,10 +11,9 @@ counts for itself; so the nodes between two blocks get the number of the caller'
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from offload.engine.block import RUNS_NOTED
 from offload.engine.engine import Engine
@@ -43,16 +42,13 @@ def run_chunks(
     known: list[set[Any]] = [set() for _ in chunks]
     forwards: list[SuspendedForward] = []
 
-    def suspended(chunk: Any) -> SuspendedForward:
-        def run(call: Callable[..., Any]) -> Any:
-            with engine.calling(call):
-                return forward(chunk)
-
-        return SuspendedForward(run, engine.device)
+    def run(chunk: Any, call: Callable[..., Any]) -> Any:
+        with engine.calling(call):
+            return forward(chunk)
 
     try:
         for i, chunk in enumerate(chunks):
-            forwards.append(suspended(chunk))
+            forwards.append(SuspendedForward(partial(run, chunk), engine.device))
             with own.running(i, everywhere):
                 forwards[i].start()
         if first := [tensors_in((each.call.args, each.call.kwargs)) for each in forwards if each.call is not None]:
@@ -68,7 +64,7 @@ def run_chunks(
                 set_sequence_numbers(tensors_in((call.args, call.kwargs)), known[i])
                 with own.running(i, engine.numbered[number].region.modules):
                     outputs[i] = call.settings.run(engine.run_numbered, number, call.args, call.kwargs, i)
-                known[i].update(_nodes(outputs[i]))
+                known[i].update(x.grad_fn for x in tensors_in(outputs[i]) if x.grad_fn is not None)
                 call = each.call = None  # frees the arguments
             for i in list(outputs):
                 with own.running(i, everywhere if watches else outside):
@@ -81,7 +77,3 @@ def run_chunks(
     finally:
         for each in forwards:
             each.cancel()
-
-
-def _nodes(value: Any) -> Iterable[Any]:
-    return [x.grad_fn for x in tensors_in(value) if isinstance(x, Tensor) and x.grad_fn is not None]

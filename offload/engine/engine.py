@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +41,6 @@ from offload.engine.weights import Weights
 from offload.forms.quantised import check_frozen
 from pipe.freed import Life
 from pipe.nested import flatten, tensors_in
-from pipe.process import check_process
 from pipe.recompute.phase import is_checkpointing, is_recomputing
 from pipe.recompute.replay import Layers, refuse_cached_parametrizations
 from pipe.recompute.thread_state import ThreadState, close_contexts
@@ -88,12 +86,10 @@ class Engine:
 
     def __init__(self, homes: ModelHomes, calls: Sequence[Callable[..., Any]] = ()) -> None:
         self._homes, self.streamer, self.device = homes, homes.streamer, homes.device
-        #: Forwards so far, with a backward and without, of which the first are observed.
-        self._observed = {True: 0, False: 0}
-        self._made_in = os.getpid()
         #: Forwards of several chunks so far, and whether in one of them code between blocks has set their attributes.
         self.chunked, self.sets_between = 0, False
         self._weights = [Weights(shard, homes.device, homes.public.for_autograd) for shard in homes.shards]
+        self.observe()
         self._slots = Slots(homes.streamer)
         self.backward = self.backward_kind(homes, self._weights, self._slots)
         #: Of each shard.
@@ -120,6 +116,7 @@ class Engine:
 
     def observe(self) -> None:
         """Called when homes have moved, and other steps than so far follow: the first ones are observed again."""
+        #: Forwards so far, with a backward and without, of which the first are observed.
         self._observed = {True: 0, False: 0}
         for weights in self._weights:
             weights.homes_moved()
@@ -140,7 +137,7 @@ class Engine:
         return sum(
             frame.f_code is Engine.forward.__code__ and frame.f_locals.get("self") is self
             for top in sys._current_frames().values()
-            for frame in _callers(top)
+            for frame, _ in traceback.walk_stack(top)
         )
 
     def clean_up(self) -> None:
@@ -166,7 +163,6 @@ class Engine:
                 "this OffloadModel is in the middle of a forward; a layer or a hook of it called it again, or another "
                 "thread did"
             )
-        check_process(self._made_in, "this OffloadModel")
         self._homes.check_open()
         in_between = in_backward()
         if not in_between:
@@ -267,9 +263,8 @@ class Engine:
     def _find(self) -> None:
         for weights in self._weights:
             weights.find()
-        for several in self.blocks:
-            for block in several:
-                block.region.find()
+        for block in self.numbered:
+            block.region.find()
 
     def run(
         self, block: Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], i: int = 0
@@ -349,7 +344,7 @@ class Engine:
     def _begin_cell(self, step: ObservedStep, boundaries: Boundaries | None, place: CellPlace, visit: Visit) -> None:
         """Called when the backward of an observed cell begins, or goes on."""
         self.backward.enter(step, visit.uses, visit.life)  # shards that are used where they rest do not
-        if not step.is_at(place):
+        if step.cell is not place:
             step.end_cell()
             if place.kept and visit.weights.shard.in_place:
                 # A graph on weights where they rest compares what it has saved, as autograd does, and nothing else.
@@ -417,10 +412,3 @@ class Engine:
 def _requires_grad(value: Any) -> bool:
     """Whether any tensor in a nested value takes a gradient."""
     return any(x.requires_grad for x in tensors_in(value))
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame, and those that it was called from."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -90,6 +90,7 @@ class ModelHomes:
         #: Names of the quantised parameters.
         self.quantised = {s.part_of: s.name for shard in shards for s in shard.own if s.part_of is not None}
         self.device, self.meter = device, meter
+        streamer.gradient_offload.kept_bytes = policy.gradient_bytes or 0
         #: The type of floating-point parameters in slots; None: that in storage.
         self.param_dtype = param_dtype
         #: Storage of the homes, and what copies.
@@ -119,34 +120,22 @@ class ModelHomes:
         #: By ``id`` of a parameter outside: the bytes of its gradient in the last backward, and the pieces of code that
         #: made it or added to it.
         self.leaf_gradients: dict[int, tuple[int, set[int]]] = {}
-        #: The process that made the model.
-        self.made_in = os.getpid()
+        self._made_in = os.getpid()
         self._frozen_weights = 0
         self._engine: Any = lambda: None
         self._backward: Any = lambda: None
 
     def run_by(self, engine: Any) -> None:
         """Notes the engine that runs the blocks."""
-        self._engine = this = weakref.ref(engine)  # it refers to this object
+        self._engine = self.streamer.engine = weakref.ref(engine)  # it refers to this object
         self._backward = weakref.ref(engine.backward)
-
-        def in_pass() -> bool:
-            engine = this()
-            # Backwards of several models run in one of autograd.
-            return engine is not None and engine.backward.forward is not None
-
-        def clean_up() -> None:
-            engine = this()
-            if engine is not None:
-                engine.clean_up()
-
-        self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
 
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is running."""
         engine, backward = self._engine(), self._backward()  # which goes on after the model was deleted
-        return (engine is not None and engine.running) or (backward is not None and backward.runs)
+        in_backward = backward is not None and backward.has_begun and not backward.is_left
+        return in_backward or (engine is not None and engine.running)
 
     @property
     def weights_are_frozen(self) -> bool:
@@ -190,7 +179,8 @@ class ModelHomes:
         return planner is not None and planner.all_stays([*map(self.row_units.count, leaves)])
 
     def check_open(self) -> None:
-        """Raises RuntimeError after ``close()``."""
+        """Raises RuntimeError after ``close()``, and in a forked child."""
+        check_process(self._made_in, "this OffloadModel")
         if self.closed:
             raise RuntimeError("this OffloadModel was closed and cannot run; make a new one")
 
@@ -229,7 +219,6 @@ class ModelHomes:
 
     def _rest(self, in_host: frozenset[int], on_device: frozenset[int]) -> None:
         self.check_open()
-        check_process(self.made_in, "this OffloadModel")
         wanted = in_host | on_device
         if self.public.sharded:
             raise ValueError("shards of a model with mesh= stay at home: their DTensors would not follow a move")

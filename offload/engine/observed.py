@@ -134,7 +134,8 @@ class ObservedStep:
         self._to_update = set(self.pending)
         self.resident = homes.streamer.resident()
         self._open: contextlib.AbstractContextManager[None] | None = None
-        self._cell: CellPlace | None = None
+        #: The cell whose backward has begun last.
+        self.cell: CellPlace | None = None
         self._ended = False
         #: Of the cell that runs forward: the tensors that have entered its blocks, and their bytes.
         self._entered: dict[int, int] = {}
@@ -163,14 +164,12 @@ class ObservedStep:
             staying = sum({id(x): bytes_of_boundary(x) for x in tensors_in(value) if not is_plain(x)}.values())
             self._steps.around_per_row += staying / (self.rows[i] or 1)
         # What several blocks of a shard get, such as a mask, is one boundary of the first.
-        entered = {} if k == 0 else self._entered
-        new = sum(nbytes for key, nbytes in tensors.items() if key not in entered)
-        self._entered = entered | tensors
         if k == 0:
-            self._boundary_bytes = new if j else 0
-        else:
-            self._boundary_bytes += new
+            self._entered, self._boundary_bytes = {}, 0
+        new = sum(nbytes for key, nbytes in tensors.items() if key not in self._entered)
+        self._entered |= tensors
         if j or k:
+            self._boundary_bytes += new
             self._steps.boundaries.add(j, self.rows[i], self._boundary_bytes)
         if j and k == 0:
             self._steps.gradients.add(j, self.rows[i], new)
@@ -203,8 +202,7 @@ class ObservedStep:
         """Called with the result of the forward."""
         if self._homes.blocks:
             self._code_before(len(self._homes.blocks), value)
-            self._homes.leaf_gradients.clear()
-            self._homes.leaf_gradients.update(self._used_outside)
+            self._homes.leaf_gradients = self._used_outside
         self._nodes = set()
 
     def leave(self, cell: CellPlace, value: Any) -> None:
@@ -253,11 +251,7 @@ class ObservedStep:
 
     def _timed(self, kind: Kind, cell: CellPlace, step: int) -> contextlib.AbstractContextManager[None]:
         self._return_excess()
-        rows = self.rows[cell.i]
-        timed: contextlib.AbstractContextManager[None] = self._meter.cell(
-            kind.value, cell.j, cell.i, rows, step=step, steps=cell.blocks
-        )
-        return timed
+        return self._meter.cell(kind.value, cell.j, cell.i, self.rows[cell.i], step=step, steps=cell.blocks)
 
     def _return_excess(self) -> None:
         if self.training and self._steps.planner is not None:
@@ -269,50 +263,38 @@ class ObservedStep:
         self.actions += [Action(Kind.EVICT, j) for j in sorted(left - found)]
         self.actions += [Action(Kind.LOAD, j) for j in sorted(found - left)]
 
-    def is_at(self, cell: CellPlace) -> bool:
-        """Whether the backward of this cell has begun last."""
-        return cell is self._cell
-
     def backward(self, cell: CellPlace) -> None:
         """Called when the backward of a cell begins; that of the one before has ended."""
         kind = Kind.BACKWARD_KEPT if cell.kept else Kind.BACKWARD
         if cell.k == cell.blocks - 1:
             self.act(kind, cell.j, cell.i)
-        self._cell = cell
+        self.cell = cell
         self._open = self._timed(kind, cell, cell.blocks - 1 - cell.k)
         self._open.__enter__()
 
     def end_cell(self) -> None:
         """Called when autograd leaves the last cell."""
-        context, self._open, self._cell = self._open, None, None
+        context, self._open, self.cell = self._open, None, None
         if context is not None:
             context.__exit__(None, None, None)
 
     def plan(self) -> Plan:
         """What was done."""
         streamer = self._homes.streamer
-        return Plan(
-            tuple(self.actions),
-            streamer.slots,
-            frozenset(self.resident),
-            frozenset(self.pending),
-            in_memory=streamer.in_place(),
-        )
+        return Plan(tuple(self.actions), streamer.slots, self.resident, self.pending, in_memory=streamer.in_place())
 
-    def _drained_where_they_rest(self) -> None:
+    def _add_drains(self) -> None:
         """Adds to the plan that gradients of shards which are used where they rest are stored when they are made."""
         drained = {action.shard for action in self.actions if action.kind is Kind.DRAIN}
-        last: dict[int, int] = {}
-        for position, action in enumerate(self.actions):
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_KEPT) and action.shard not in drained:
-                last[action.shard] = position
-        for j, position in sorted(last.items(), key=lambda pair: -pair[1]):
-            self.actions.insert(position + 1, Action(Kind.DRAIN, j))
+        backwards = [(k, a.shard) for k, a in enumerate(self.actions) if a.kind in (Kind.BACKWARD, Kind.BACKWARD_KEPT)]
+        last = {j: k for k, j in backwards if j not in drained}
+        for k, j in sorted(((k, j) for j, k in last.items()), reverse=True):
+            self.actions.insert(k + 1, Action(Kind.DRAIN, j))
 
     def end(self) -> None:
         """Called when the step has ended."""
         self.end_cell()
-        self._drained_where_they_rest()
+        self._add_drains()
         if not self._ended:
             self._ended = True
             self._steps.record_step(self.plan(), self.rows, self.planned, training=self.training)

@@ -32,28 +32,19 @@ class OwnAttributes:
     def running(self, i: int, modules: Sequence[nn.Module]) -> Iterator[None]:
         """A context in which code of chunk ``i`` runs, which may set attributes of ``modules``."""
         for (_, name), (owner, value) in self._set[i].items():
-            _put(owner, name, value)
+            owner[name] = value
+            if value is _MISSING:
+                del owner[name]
         before = [(vars(module), vars(module).copy()) for module in modules]
         try:
             yield
         finally:
             self.set_last = set()
             for owner, old in before:
-                if _differs(owner, old):
+                # By identity: tensors of equal values have graphs of their own. In few calls where nothing was set.
+                if list(owner) != list(old) or not all(map(operator.is_, owner.values(), old.values())):
                     self.set_last.add(id(owner))
                     for name in owner.keys() | old.keys():
                         value = owner.get(name, _MISSING)
                         if value is not old.get(name, _MISSING):
                             self._set[i][id(owner), name] = owner, value
-
-
-def _put(owner: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
-        owner.pop(name, None)
-    else:
-        owner[name] = value
-
-
-def _differs(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    # By identity: tensors of equal values have graphs of their own.
-    return list(now) != list(before) or not all(map(operator.is_, now.values(), before.values()))

@@ -30,14 +30,12 @@ class Slots:
         shards = streamer.shards
         if streamer.slot_pool.shared:
             streamer.slot_pool.computes(streamer)
-        if shards[j].in_place:
-            if shards[j].pending is not None:
-                if act is not None:
-                    act(Kind.UPDATE, j)
-                streamer.await_update_in_place(j)
-            wanted = []
-        else:
-            wanted = [j]
+        in_place = shards[j].in_place
+        if in_place and shards[j].pending is not None:
+            if act is not None:
+                act(Kind.UPDATE, j)
+            streamer.await_update_in_place(j)
+        wanted = [] if in_place else [j]
         for other in following:
             if len(wanted) >= streamer.slots:
                 break
@@ -56,7 +54,7 @@ class Slots:
                 streamer.load(other)
                 if act is not None:
                     act(Kind.LOAD, other)
-        if not shards[j].in_place:
+        if not in_place:
             streamer.await_load(j)
 
 

@@ -73,20 +73,22 @@ class SavedWeights:
     Methods of an object that holds neither the slot nor itself: such a cycle would hold a graph until it is collected.
 
     Args:
-        view: one of those of the slot.
+        views: those of the slot; none where weights are used where they rest, and then nothing is replaced.
     """
 
     __slots__ = ("_begin", "_end", "_run", "_visit", "running")
 
-    def __init__(self, visit: Visit, view: Tensor) -> None:
+    def __init__(self, visit: Visit, views: Sequence[Tensor]) -> None:
         self._visit = visit
         visit.runs += 1
         self._run = visit.runs
         #: While a cell runs that keeps its graph: the views of the slot, and their versions before.
         self.running: Sequence[tuple[Tensor, int]] = ()
-        storage = view.untyped_storage()
-        self._begin = storage.data_ptr()
-        self._end = self._begin + storage.nbytes()
+        self._begin = self._end = 0
+        if views:
+            storage = views[0].untyped_storage()
+            self._begin = storage.data_ptr()
+            self._end = self._begin + storage.nbytes()
 
     def refer(self, tensor: Tensor) -> Any:
         """What is saved in place of a tensor."""

@@ -68,7 +68,7 @@ class AssignedData:
 
     def _refuse_held(self, assigned: Sequence[tuple[Shard, Slice]]) -> None:
         own = [s for shard in self._shards for s in shard.own]
-        addresses = Counter(_memory(t.detach()) for s in own for t in (s.parameter, *s.aliases))
+        addresses = Counter(t.detach().untyped_storage().data_ptr() for s in own for t in (s.parameter, *s.aliases))
         for shard, s in assigned:
             assert shard.home is not None
             if shard.pending is not None:
@@ -89,7 +89,3 @@ class AssignedData:
         if stores != self.stores and self._assigned_at:
             assigned += [s.name for s in shard.slices if self._assigned_at.get(id(s.parameter), 0) > stores]
         return assigned
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -4,7 +4,7 @@ The user's parameters are never moved: they are the home. While a block runs, th
 (``module._parameters``) hold tensors on the slot in their place, and the parameters again afterwards. ::
 
     weights = Weights(shard, device, lambda parameters: parameters)
-    with weights.bound(weights.views(slots)):
+    with Bound(weights, weights.views(slots)):
         block(input)
 """
 
@@ -25,7 +25,7 @@ from offload.streaming.streamer import SlotPool
 from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
 
-__all__ = ["Weights"]
+__all__ = ["Bound", "Weights"]
 
 #: The parameters that users see for those of layers.
 LeavesOf = Callable[[Sequence[nn.Parameter]], Sequence[nn.Parameter]]
@@ -45,10 +45,9 @@ class Weights:
         self.parameters = shard.parameters
         #: The parameters that users see, which are the leaves of their graphs.
         self.leaves = leaves_of(self.parameters)
-        self._stay: list[bool] | None = None
         self._tokens: dict[tuple[int, ...], Sequence[Tensor]] = {}
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
-        self._open: list[_Bound] = []
+        self._open: list[Bound] = []
         self._views: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
         self.find()
 
@@ -78,12 +77,6 @@ class Weights:
         """The positions of the parameters that take a gradient."""
         parameters = self.parameters
         return [k for k in self.streamed if parameters[k].requires_grad]
-
-    def gradients_stay(self) -> Sequence[bool]:
-        """Whether the gradient of each parameter rests where layers make it, so that autograd accumulates it."""
-        if self._stay is None:  # asked anew where shards move
-            self._stay = [o.on_device and s.form is None and not o.gradient_types.rounded for o, s in self.owners]
-        return self._stay
 
     def tokens(self, positions: Sequence[int], *, several: bool) -> Sequence[Tensor]:
         """What the gradients of the parameters at these positions have the shapes and types of; without memory.
@@ -118,7 +111,8 @@ class Weights:
 
     def homes_moved(self) -> None:
         """Called when homes have moved."""
-        self._stay = None
+        #: Whether the gradient of each parameter rests where layers make it, so that autograd accumulates it.
+        self.stays = [o.on_device and s.form is None and not o.gradient_types.rounded for o, s in self.owners]
 
     def point_parts(self, values: Sequence[Tensor] | None) -> None:
         """Gives the parts of quantised parameters the memory of ``values``, or of their homes."""
@@ -136,13 +130,9 @@ class Weights:
         while self._open:
             self._open[-1].__exit__()
 
-    def bound(self, values: Sequence[Tensor]) -> _Bound:
-        """A context in which the modules have ``values`` in place of their parameters; none: they keep those."""
-        return _Bound(self, values)
 
-
-class _Bound:
-    """See :meth:`Weights.bound`."""
+class Bound:
+    """A context in which the modules of ``weights`` have ``values`` in place of parameters; none: they keep those."""
 
     __slots__ = ("_lists", "_modules", "_values", "_weights")
 

@@ -188,7 +188,7 @@ class MeshGradientOffload(GradientOffload):
         self._meter.hold(self._reducing)
         parts: list[Tensor | None] = [None] * len(gradients)
         # What is being stored now. Updates in backward keep gradients of more than one shard, as in one process.
-        storing = [] if self._updates else [arrival for arrival, _, _ in self._drains]
+        storing = [] if self._updater is not None else [arrival for arrival, _, _ in self._drains]
 
         def reduce() -> None:
             with self._meter.on_lane("drain", f"R{shard.index}", self._reducing, kind=REDUCTION):

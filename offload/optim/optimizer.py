@@ -134,8 +134,6 @@ class OffloadOptimizer(Optimizer):
         self.homes = homes = model._homes
         #: Those that live. The model refers to them weakly: what it does for an optimizer ends with it.
         self._optimizers = homes.streamer.gradient_offload.optimizers
-        #: Bytes of gradients kept in host memory until their update, where homes are on disk.
-        self.gradient_bytes = homes.policy.gradient_bytes or 0
         ours = dict.fromkeys(model.parameters())
         groups = groups_of([*ours] if params is None else params, ours)
         # The class checks its hyperparameters on empty tensors: some classes make states in their constructor.

@@ -45,17 +45,18 @@ class GradientOffload:
         self._lane = lane
         self._meter = meter
         self._drains: deque[tuple[Arrival, int, list[Tensor]]] = deque()
-        #: The shards whose gradients wait in memory for their update; None: by the optimizers' ``gradient_bytes``.
+        #: Bytes of gradients that may be kept in host memory until their update, where homes are on disk.
+        self.kept_bytes = 0
+        #: The shards whose gradients wait in memory for their update; None: by :attr:`kept_bytes`.
         self.waiting: Collection[int] | None = None
         #: They request norms, gradients in host memory, and updates during backward.
         self.optimizers = Optimizers()
-        #: Of this backward: whether an optimizer needs norms, and bytes of gradients that stay in host memory.
-        self._clips, self._kept_bytes = False, 0
+        #: Whether an optimizer needs norms in this backward.
+        self._clips = False
         #: Norms of gradients that are being copied.
         self._norms: dict[nn.Parameter, Tensor] = {}
         #: The optimizer that updates shards in this backward, if any, and the gradients of shards not yet updated.
         self._updater: InBackward | None = None
-        self._updates = False
         self._unfinished: dict[Shard, dict[Slice, Tensor]] = {}
         #: The updates of this backward that write to a slot, by its address, until another shard fills it.
         self._in_slots: dict[int, Arrival] = {}
@@ -80,29 +81,26 @@ class GradientOffload:
         """
         if stores:
             self._check_rounded(waiting)
-        self._clips, self._kept_bytes = self.optimizers.clip, self.optimizers.gradient_bytes
-        self._updater = self.optimizers.in_backward if stores else None
-        self._updates = self._updater is not None and self._updater.begin(waiting, order)
+        self._clips = self.optimizers.clip
+        updater = self.optimizers.in_backward if stores else None
+        self._updater = updater if updater is not None and updater.begin(waiting, order) else None
         if hooked and not {s.parameter for shard in self._shards for s in shard.formed}.isdisjoint(hooked):
-            self._end_backward(failed=True)
             raise RuntimeError(
                 "gradients of parameters with gradient hooks, and those that torch.autograd.grad returns, have the "
                 "parameter's type, which is bfloat16 with store_dtype=: they would be rounded. Remove the hooks, or "
                 "make the model without store_dtype"
             )
-        if self._updates and hooked:
-            self._end_backward(failed=True)
+        if self._updater is not None and hooked:
             raise RuntimeError(
                 f"{len(hooked)} parameters have gradient hooks, which run after the backward, but "
                 f"update_in_backward uses the gradients before; remove the hooks, or pass update_in_backward=False"
             )
         self.optimizers.backwards += stores
-        return self._updates
+        return self._updater is not None
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Starts to add the ``gradients`` of the last visit to the stored ``.grad``."""
-        if self._updates:
-            assert self._updater is not None
+        if self._updater is not None:
             self._unfinished[shard] = self._updater.keep(shard, gradients)
         self._send(shard, gradients)
 
@@ -187,7 +185,6 @@ class GradientOffload:
                 )
 
     def _end_backward(self, *, failed: bool = False) -> None:
-        self._updates = False
         if self._updater is not None:
             self._updater.end(failed=failed)
             self._updater = None
@@ -283,16 +280,10 @@ class GradientOffload:
             return True
         if self.waiting is not None:
             return shard.index in self.waiting
-        most = self._kept_bytes
-        if not most:
+        if not (self.kept_bytes and any(True for _ in self.optimizers)):
             return False
-        before = (
-            s
-            for other in self._shards[: shard.index + 1]
-            for s in other.own
-            if s.parameter.requires_grad and other.blocking_io
-        )
-        return sum(shard.gradient_types.nbytes(s) for s in before) <= most
+        before = (s for other in self._shards[: shard.index + 1] if other.blocking_io for s in other.own)
+        return sum(shard.gradient_types.nbytes(s) for s in before if s.parameter.requires_grad) <= self.kept_bytes
 
 
 def _store(block: Block, offset: int, gradient: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:

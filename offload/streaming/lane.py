@@ -19,7 +19,6 @@ Assumes
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,18 +68,15 @@ def threads_of_updates(device: torch.device) -> int | None:
     return max(1, torch.get_num_threads() // CORES_PER_UPDATE_THREAD) if device.type == "cpu" else None
 
 
-class CopyLane(ABC):
+class CopyLane(Protocol):
     """An ordered queue of copies."""
 
-    @abstractmethod
     def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
         """Queues a copy. ``token`` names it in errors and traces."""
 
-    @abstractmethod
     def wait_idle(self) -> None:
         """Blocks the host until all submitted copies have ended, with or without errors."""
 
-    @abstractmethod
     def close(self) -> None:
         """Refuses further copies; submitted ones still finish. Never waits for a thread."""
 
@@ -221,7 +217,5 @@ class CopyLanes:
 def open_lanes(device: torch.device, *, blocking_io: bool) -> CopyLanes:
     """Lanes for a compute device. ``blocking_io``: reading the storage blocks its caller (a file), so use threads."""
     if device.type == "cuda" and not blocking_io:
-        return CopyLanes(StreamCopyLane(device), StreamCopyLane(device), StreamCopyLane(device))
-    return CopyLanes(
-        ThreadCopyLane("load", device), ThreadCopyLane("drain", device), ThreadCopyLane("boundary", device)
-    )
+        return CopyLanes(*(StreamCopyLane(device) for _ in range(3)))
+    return CopyLanes(*(ThreadCopyLane(name, device) for name in ("load", "drain", "boundary")))

@@ -79,9 +79,7 @@ def move_homes(
     No update may be pending, and no shard loaded. Raises OSError or MemoryError without space, HomeInUseError, or
     TypeError for optimizer states that cannot be stored in files; nothing has changed then.
     """
-    moving = [
-        shard for shard in shards if shard.home is not None and shard.tier is not elsewhere.get(shard.index, homes)
-    ]
+    moving = [s for s in shards if s.home is not None and s.tier is not elsewhere.get(s.index, homes)]
     if any(_is_in_use(shard, optimizers) for shard in moving):
         gc.collect()  # an optimizer that is garbage still refers to homes
     in_use = [shard.index for shard in moving if _is_in_use(shard, optimizers)]

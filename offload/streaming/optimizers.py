@@ -27,29 +27,20 @@ class ModelOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
     max_norm: float | None
-    gradient_bytes: int
     #: So far.
     steps: int
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        """Of each parameter."""
-
-    @property
-    def in_backward(self) -> InBackward | None:
-        """What updates during backward."""
-
-    @property
-    def param_blocks(self) -> Mapping[Any, Sequence[Any]]:
-        """Of each shard."""
+    #: Of each parameter.
+    state: Any
+    #: Of each shard.
+    param_blocks: dict[Any, Any]
+    #: What updates during backward.
+    in_backward: InBackward | None
+    #: The class of optimizers, its arguments, and the form in which states are stored.
+    factory: Any
 
     @property
     def updated_shards(self) -> frozenset[int]:
         """Shards that a step updates."""
-
-    @property
-    def factory(self) -> Any:
-        """The class of optimizers, its arguments, and the form in which states are stored."""
 
     def options(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group."""
@@ -91,17 +82,13 @@ class InBackward:
     def __init__(self, optimizer: ModelOptimizer) -> None:
         # Weak: a cycle would keep an optimizer alive that no other code refers to.
         self._optimizer = weakref.ref(optimizer)
+        #: How many contexts defer the update to a later backward.
         self.accumulating = 0
         self._updated: list[int] | None = None  # shards that this step has updated; None between steps
         #: The optimizer while a backward updates: it must not be collected between a kept gradient and its update.
         self._updating: ModelOptimizer | None = None
         self._failure: str | None = None
         self._options: list[dict[str, Any]] = []
-
-    @property
-    def updates(self) -> bool:
-        """Whether the next backward updates shards."""
-        return not self.accumulating
 
     def check(self) -> None:
         """Raises if a backward failed after it had updated a shard."""
@@ -235,11 +222,6 @@ class Optimizers:
     def clip(self) -> bool:
         """Whether an optimizer needs the norm of each gradient."""
         return any(o.max_norm is not None for o in self)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients that may be kept in host memory until their update, where homes are on disk."""
-        return max((o.gradient_bytes for o in self), default=0)
 
     def awaits_states(self) -> bool:
         """Whether an optimizer did not step yet: how many bytes its states take is unknown."""

@@ -81,9 +81,8 @@ def chosen_form(
             f"expected DiskHome(keep=False) with store_dtype={store_dtype!r}, got keep=True: a kept home describes one "
             f"file of weights as they are; use save_checkpoint and load_checkpoint"
         )
-    if not any(
-        each.part_of is None and form.stores(each.parameter) for each in stored if each.parameter not in staying
-    ):
+    streamed = [each.parameter for each in stored if each.part_of is None and each.parameter not in staying]
+    if not any(map(form.stores, streamed)):
         raise ValueError(
             f"expected float32 parameters with store_dtype={store_dtype!r}, got none that stream; leave it out, or "
             f"convert the layers first: model.float()"

@@ -176,7 +176,7 @@ class Shard:
 
     def store_assigned_data(self, s: Slice, value: Tensor) -> None:
         """Stores ``value``, assigned to ``.data`` of an own parameter. Raises ValueError for another size or type."""
-        s.check_data()
+        s.check_data(s.parameter, s.parameter.shape)
         self.home_view(s).copy_(value)
         self.point_home(s)
 

@@ -63,19 +63,15 @@ class Slice:
         for alias in self.aliases:
             alias.data = memory
 
-    def check_data(self, expected: torch.Size | None = None, data: Tensor | None = None) -> None:
-        """Raises ValueError if the size (or ``expected`` shape) or type is not the stored one.
-
-        ``data``: what a layer has assigned in place of the parameter; None: the parameter itself.
-        """
-        given = self.parameter if data is None else data
-        shape, dtype = given.shape, given.dtype
+    def check_data(self, data: Tensor, expected: torch.Size) -> None:
+        """Raises ValueError if the size or type of ``data`` is not the stored one, or its shape not ``expected``."""
+        shape, dtype = data.shape, data.dtype
         if dtype != self.dtype:
             raise ValueError(
                 f"expected data of {self.dtype} for parameter {self.name}, got {dtype}; the type of a parameter is "
                 f"fixed when the model is made: assign data.to({self.dtype}), or convert the layers before wrapping"
             )
-        if shape.numel() * dtype.itemsize != self.nbytes or shape != (expected or shape):
+        if shape.numel() * dtype.itemsize != self.nbytes or shape != expected:
             raise ValueError(
                 f"expected data of {self.nbytes:,} bytes for parameter {self.name}, got shape {tuple(shape)}; the "
                 f"shape of a parameter is fixed when the model is made"
@@ -148,7 +144,6 @@ def read_converted(block: Block, places: Sequence[tuple[Slice, Slice]], to: Tens
         for there, here in places:
             first, end = max(there.offset, begin), min(there.offset + there.nbytes, begin + part.numel())
             if first < end:
-                elements = slice(
-                    (first - there.offset) // there.dtype.itemsize, (end - there.offset) // there.dtype.itemsize
-                )
+                itemsize = there.dtype.itemsize
+                elements = slice((first - there.offset) // itemsize, (end - there.offset) // itemsize)
                 in_order(here.view(to))[elements] = part[first - begin : end - begin].view(there.dtype)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,9 @@ class SlotPool:
     def computes(self, streamer: Streamer) -> None:
         """Called when ``streamer`` computes next, where models share the pool; RuntimeError if another one computes."""
         if (before := self._recent[-1]) is not streamer:
-            if before.in_pass():
+            engine = before.engine()
+            # Backwards of several models run in one of autograd.
+            if engine is not None and engine.backward.forward is not None:
                 raise RuntimeError("two models that take turns on one device compute at once; do not share their slots")
             self._recent = [*(other for other in self._recent if other is not streamer), streamer]
 
@@ -185,10 +188,8 @@ class Streamer:
         self.loaded: dict[int, Arrival] = {}
         #: True while slots are filled or evicted outside a pass. If an exception leaves it True, call :meth:`cancel`.
         self.must_cancel = False
-        #: Returns whether the model is inside a pass.
-        self.in_pass: Callable[[], bool] = lambda: False
-        #: Cleans up after an interrupted pass, if there was one.
-        self.clean_up: Callable[[], None] = lambda: None
+        #: Returns the engine that runs the model, as long as there is one.
+        self.engine: Callable[[], Any] = lambda: None
         #: Finishes an interrupted decision of ``optimizer.step()``, if there was one.
         self.finish_step: Callable[[], None] | None = None
         self.gradient_offload = GradientOffload(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
@@ -275,6 +276,11 @@ class Streamer:
         # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step, or
         # while the shard that was in it before is updated there.
         self.loaded[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
+
+    def clean_up(self) -> None:
+        """Cleans up after an interrupted pass, if there was one."""
+        if (engine := self.engine()) is not None:
+            engine.clean_up()
 
     def apply_pending_updates(self) -> None:
         """Runs all pending updates and waits for them, before stored weights are read or written.
