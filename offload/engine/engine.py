@@ -67,8 +67,8 @@ class _Pass:
         self.nodes: list[Any] = []
         #: Of what its graph saves for the backward.
         self.life = Life()
-        #: Whether its first cell was announced, see :meth:`Engine.expect`; and whether it has several micro-batches.
-        self.announced = self.several = False
+        #: Whether its first cell was announced, see :meth:`Engine.expect`; and the number of its micro-batches.
+        self.announced, self.microbatches = False, 1
         #: What observes it, if the memory of the model is planned.
         self.step: ObservedStep | None = None
         #: Where the inputs of its recomputed cells are, if they may leave memory.
@@ -359,7 +359,7 @@ class Engine:
         """Called within :meth:`forward` before the first cell, with the leaves of the input of each micro-batch."""
         this = self.backward.forward
         assert this is not None
-        this.several = len(leaves) > 1
+        this.microbatches = len(leaves)
         # What a checkpoint around the model saves is dropped at once; its second run must save the same.
         if this.announced or in_backward() or is_checkpointing():
             return
@@ -399,7 +399,9 @@ class Engine:
             uses, place, stores = this.order.graphed, this.order.place(j), self._homes.assigned_data.stores
             leave, views = self.backward.leave, self.backward.views
             visit = Visit(self._weights[j], uses, place, leave, views, this.life, stores, this.step)
-            tokens = () if self.streamer.shards[j].in_place else visit.begin(several=this.several)
+            once = len(self.blocks[j])
+            in_place = self.streamer.shards[j].in_place
+            tokens = () if in_place else visit.begin(once=once, cells=once * this.microbatches)
             if tokens:
                 this.nodes.append(tokens[0].grad_fn)
             this.visits[j] = visit, tokens

@@ -78,15 +78,15 @@ class Visit:
         #: Whether a block has written parameters where they rest.
         self.wrote = False
 
-    def begin(self, *, several: bool) -> Sequence[Tensor]:
-        """A token for each trained parameter; ``several``: whether more than one micro-batch follows.
+    def begin(self, *, once: int, cells: int) -> Sequence[Tensor]:
+        """A token for each trained parameter; ``once``, ``cells``: see :meth:`Weights.tokens`.
 
         The graph refers to the visit, so this does not refer to it.
         """
         if not self.positions:
             return ()
         leaves = self.weights.leaves
-        tokens = self.weights.tokens(self.positions, several=several)
+        tokens = self.weights.tokens(self.positions, once=once, cells=cells)
         made: Sequence[Tensor] = _Visit.apply(self, tokens, *[leaves[k] for k in self.positions])  # type: ignore[no-untyped-call]
         return made
 
@@ -130,6 +130,7 @@ def enter(visit: Visit, views: Sequence[Tensor], tokens: Sequence[Tensor]) -> li
     """The weights of a shard for one cell, with their graph; ``views`` are those of the slot."""
     weights = list(views)
     if tokens:
+        visit.weights.cells += 1
         entered = _Enter.apply(visit, views, *tokens)  # type: ignore[no-untyped-call]
         for k, weight in zip(visit.positions, entered, strict=True):
             weights[k] = weight

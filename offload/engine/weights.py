@@ -46,6 +46,9 @@ class Weights:
         #: The parameters that users see, which are the leaves of their graphs.
         self.leaves = leaves_of(self.parameters)
         self._tokens: dict[tuple[int, ...], Sequence[Tensor]] = {}
+        #: Cells of the last pass, and how many they are if no block is called again; whether one was, or may be.
+        self.cells = self._expected = 0
+        self._repeats: bool | None = None
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
         self._open: list[Bound] = []
         self._views: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
@@ -78,11 +81,16 @@ class Weights:
         parameters = self.parameters
         return [k for k in self.streamed if parameters[k].requires_grad]
 
-    def tokens(self, positions: Sequence[int], *, several: bool) -> Sequence[Tensor]:
+    def tokens(self, positions: Sequence[int], *, once: int, cells: int) -> Sequence[Tensor]:
         """What the gradients of the parameters at these positions have the shapes and types of; without memory.
 
-        ``several``: they are sums over micro-batches, which take 32 bits at least.
+        Sums take 32 bits at least. ``cells``: those of the pass that begins, if no block is called again; ``once``: of
+        one micro-batch. In the first pass blocks may be: a process that resumes has the steps of one that went on.
         """
+        if self._expected:
+            self._repeats = bool(self._repeats) or self.cells > self._expected
+        self.cells, self._expected = 0, cells
+        several = once < cells or self._repeats is not False
         key = several, *positions
         if key not in self._tokens:
             full = [torch.promote_types(self.owners[k][1].full_dtype, torch.float32) for k in positions]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadOptimizer
+from offload import OffloadModel, OffloadOptimizer
 from tests.offload.blocks import towers
 from tests.offload.blocks.towers import WIDTH, Block
 from tests.offload.planning.proof import validate
@@ -129,3 +129,21 @@ def test_a_parameter_that_blocks_share_may_be_called_before_the_block_that_store
             step(model, 5)
         assert all(p.grad is None for each in (*model.down, *model.up) for p in each.parameters())
     assert all(map(torch.equal, bare.parameters(), model.parameters()))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_bfloat16_gradients_of_a_block_that_is_called_hundreds_of_times_add_up(recompute: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(1, 1) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            shared, last = self.blocks
+            return torch.stack([shared(x) for _ in range(600)]).sum() + last(x).sum()
+
+    model = OffloadModel(Model(), "cpu", blocks="blocks", checkpoint_activation=recompute, param_dtype=torch.bfloat16)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.zeros(1, 1)).backward()
+        assert [float(block.bias.grad) for block in model.blocks] == [600, 1]
