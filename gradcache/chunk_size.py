@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from gradcache.chunks import call_arguments
 from gradcache.two_pass import device_of, devices_in_use
 from offload import MemoryPolicy, OffloadModel
-from offload.limits import MemoryLimits, cell_bytes, check_place, limits_of, numbers_of
+from offload.limits import MemoryLimits, cell_bytes, check_place, limits_of
 from offload.machine import free_bytes
+from offload.policy import numbers_of
 from pipe.microbatch import rows_of
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.replay import Layers, Replay, trial

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offload.forms.quantised import StoredTensor, stored_tensors
 from offload.forms.weight_forms import WeightForm
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.streaming.slices import layout
 from pipe.refusals import beyond_layers
 from pipe.torch_private.tracing import transform_under_way

@@ -21,7 +21,7 @@ from offload.engine.homes import ModelHomes
 from offload.files.pretrained import Pretrained
 from offload.forms.quantised import check_storable, is_taken_apart, separate, stored_tensors
 from offload.forms.weight_forms import WeightForm
-from offload.limits import GAPS_SHARE, MemoryLimits, numbers_of
+from offload.limits import GAPS_SHARE, MemoryLimits
 from offload.memory import Needs, layout_of, limits_for, memory_of, recomputes
 from offload.mesh.engine import MeshEngine
 from offload.mesh.sharding import Sharding, check_mesh
@@ -29,7 +29,7 @@ from offload.meta_device.materialize import Values, move_buffers
 from offload.persistence import PersistentHome
 from offload.planner.memory_planner import plan_memory
 from offload.planner.outside import bytes_staying
-from offload.policy import MemoryPolicy
+from offload.policy import MemoryPolicy, numbers_of
 from offload.public_parameters import PublicParameters
 from offload.rollback import Rollback
 from offload.running import LayersInOrder

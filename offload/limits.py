@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from offload.machine import capacity, free_bytes
-from offload.policy import MemoryPolicy
+from offload.policy import MemoryPolicy, numbers_of
 from offload.storage.buffer import has_own_memory
 from offload.units import shown_bytes
 
-__all__ = ["GAPS_SHARE", "HOST", "Grant", "MemoryLimits", "cell_bytes", "check_place", "limits_of", "numbers_of"]
+__all__ = ["GAPS_SHARE", "HOST", "Grant", "MemoryLimits", "cell_bytes", "check_place", "limits_of"]
 
 #: Of a limit of memory, one part in so many is left to gaps between the blocks of the allocator of a process.
 GAPS_SHARE = 8
@@ -58,8 +58,7 @@ class Grant:
         """Bytes that the model may hold now. ``"auto"``: measured again when models were made or have ended."""
         if self.asked is not None:
             return self.asked
-        living = [one for reference in _living.valuerefs() if (one := reference()) is not None]
-        here = [one for one in living if one.place == self.place]
+        here = [one for get in _living.valuerefs() if (one := get()) is not None and one.place == self.place]
         present = [one._serial for one in here]
         if present != self._shared_with:
             share = _share(self.place, here)
@@ -131,23 +130,6 @@ def limits_of(
     on_device, on_host = numbers_of(policy, device)
     one = Grant(device if has_own_memory(device) else HOST, on_device, least=least[0], held=held[0])
     return MemoryLimits(one, Grant(HOST, on_host, least=least[1], held=held[1]) if has_own_memory(device) else one)
-
-
-def numbers_of(policy: MemoryPolicy, device: torch.device) -> tuple[int | None, int | None]:
-    """Bytes for the compute device and for host memory, None for ``"auto"``; equal on the CPU.
-
-    Raises ValueError if a policy has two different numbers for the CPU.
-    """
-    on_device, on_host = policy.limit_of("device"), policy.limit_of("host")
-    if has_own_memory(device):
-        return on_device, on_host
-    if on_device is not None and on_host is not None and on_device != on_host:
-        raise ValueError(
-            f"expected one number where the compute device is the CPU, whose memory is the host's, got "
-            f"memory={policy.memory!r}; pass memory={on_host}"
-        )
-    one = on_device if on_device is not None else on_host
-    return one, one
 
 
 def cell_bytes(policy: MemoryPolicy, device: torch.device) -> int | None:

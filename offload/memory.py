@@ -12,13 +12,13 @@ from torch import nn
 
 from offload.arguments import layer_bytes
 from offload.forms.weight_forms import WeightForm
-from offload.limits import HOST, MemoryLimits, check_place, limits_of, numbers_of
+from offload.limits import HOST, MemoryLimits, check_place, limits_of
 from offload.mesh.sharding import least_of_ranks
 from offload.mesh.traffic import bytes_beside_one_process, least_exchange_bytes
-from offload.planning.partition import cut_layers, cut_within
+from offload.partition import cut_layers, cut_within
 from offload.planning.step_bytes import step_bytes
 from offload.planning.step_model import Choice, StepModel
-from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, policy_of
+from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, numbers_of, policy_of
 from offload.storage.buffer import has_own_memory
 from offload.telemetry.statistics import Meter
 from offload.units import shown_bytes

@@ -23,14 +23,13 @@ from offload.copies import Copies
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.files.pretrained import KeyMap, Pretrained
+from offload.heap import return_freed_memory
 from offload.identities import identities_only
 from offload.loading import adapted, build_model, names_of_transformers
 from offload.module import refuse_copies, refuse_moves, show_values, store_values
 from offload.planner.measured import Estimate, next_plan, predict_step
 from offload.planning.plan import Plan
-from offload.planning.rows import split
 from offload.policy import MemoryPolicy
-from offload.streaming.heap import return_freed_memory
 from offload.streaming.streamer import share_slots
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Statistics
@@ -154,8 +153,9 @@ class OffloadModel(nn.Module):
 
     def _rows(self, batch_rows: int | None) -> Sequence[int]:
         """Rows of each micro-batch; one row each where nothing is known of the batch."""
-        count = self._offloaded.calls.micro_batches
-        return split(batch_rows or count, min(count, batch_rows or count))
+        rows = batch_rows or self._offloaded.calls.micro_batches
+        count = min(self._offloaded.calls.micro_batches, rows)
+        return [rows // count + (i < rows % count) for i in range(count)]
 
     @property
     def hf_device_map(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from offload.forms.quantised import stored_tensors
 from offload.meta_device.materialize import InPlace, Values
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.storage.persistent import PersistentTier

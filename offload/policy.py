@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
+from offload.storage.buffer import has_own_memory
 from offload.units import parse_bytes
 
-__all__ = ["DEFAULT_MEMORY", "PLACES", "MemoryPolicy", "policy_of"]
+__all__ = ["DEFAULT_MEMORY", "PLACES", "MemoryPolicy", "numbers_of", "policy_of"]
 
 #: What ``memory=None`` means where neither shards nor recomputation are given.
 DEFAULT_MEMORY: str | None = "auto"
@@ -140,6 +141,23 @@ class MemoryPolicy:
         else:
             value = self.memory if place == "device" else "auto"
         return value if isinstance(value, int) else None
+
+
+def numbers_of(policy: MemoryPolicy, device: torch.device) -> tuple[int | None, int | None]:
+    """Bytes for the compute device and for host memory, None for ``"auto"``; equal on the CPU.
+
+    Raises ValueError if a policy has two different numbers for the CPU.
+    """
+    on_device, on_host = policy.limit_of("device"), policy.limit_of("host")
+    if has_own_memory(device):
+        return on_device, on_host
+    if on_device is not None and on_host is not None and on_device != on_host:
+        raise ValueError(
+            f"expected one number where the compute device is the CPU, whose memory is the host's, got "
+            f"memory={policy.memory!r}; pass memory={on_host}"
+        )
+    one = on_device if on_device is not None else on_host
+    return one, one
 
 
 def _memory(value: Any, name: str) -> int | str | dict[str, int | str]:

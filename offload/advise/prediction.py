@@ -15,9 +15,9 @@ from offload.advise.profile import Work
 from offload.advise.rates import Rates
 from offload.engine.steps import BUFFERS_SHARE
 from offload.optim.update_blocks import StoredStates
+from offload.partition import aligned
 from offload.planning.choose import NothingFitsError, Prediction, choose, least_limit, moves, predict
 from offload.planning.memory_profile import MemoryProfile
-from offload.planning.partition import aligned
 from offload.planning.step_model import Costs, OutsideBytes, StepModel, Updates
 
 __all__ = ["UNLIMITED", "ShardBytes", "Situation", "bound_of", "shard_bytes"]

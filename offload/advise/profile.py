@@ -21,10 +21,10 @@ from torch.utils.flop_counter import flop_registry
 
 from offload.advise.sources import Source, failing
 from offload.arguments import layer_bytes
-from offload.engine.layouts import bytes_of_boundary
 from offload.engine.observed import Recorder
+from offload.engine.sizes import bytes_of_boundary
+from offload.partition import cut_within
 from offload.planning.memory_profile import SavedTensor
-from offload.planning.partition import cut_within
 from pipe.nested import map_tensors, tensors_in
 from pipe.torch_private.data import pytree
 from pipe.torch_private.dispatch import OperationMode

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.engine.layouts import bytes_of_boundary, is_plain
+from offload.engine.sizes import bytes_of_boundary, is_plain
 from offload.planning.plan import Action, Kind
 from offload.planning.step_model import MOVING, WRITES_IN_FLIGHT
 from offload.storage import Scratch

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.sizes import RowUnits
 from offload.engine.steps import Steps
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
-from offload.planning.rows import RowUnits
 from offload.policy import MemoryPolicy
 from offload.public_parameters import PublicParameters
 from offload.storage import Tier

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.homes import ModelHomes
-from offload.engine.layouts import bytes_of_boundary, is_plain
 from offload.engine.saved_weights import origin_of_cast
+from offload.engine.sizes import bytes_of_boundary, is_plain, largest_rows, rounded_up
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.plan import Action, Kind, Plan
-from offload.planning.rows import largest_rows, rounded_up
 from offload.streaming.shard import Shard
 from pipe.nested import tensors_in
 

@@ -39,7 +39,7 @@ from offload.mesh.parts import Part, WholePart, bytes_at_once, cuts_between, off
 from offload.mesh.ranks import Ranks
 from offload.mesh.shard import MeshShard, gather_parts
 from offload.mesh.traffic import ExchangeBytes, widened
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.storage.contract import in_order
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival

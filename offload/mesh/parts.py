@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.storage.contract import in_order
 
 __all__ = [

@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.mesh.traffic import MESSAGE_BYTES
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.storage.buffer import device_buffer
 from offload.streaming.lane import Arrival, ThreadCopyLane
 from pipe.stream import current_stream, record_stream

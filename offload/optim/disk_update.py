@@ -33,7 +33,7 @@ from offload.optim.dynamic_map import BLOCK
 from offload.optim.io_buffers import Blocks, IOBuffer, IOBufferPool, Read, UpdateBlock, Write
 from offload.optim.param_block import ParamBlock, States, UpdateJob
 from offload.optim.state_forms import EncodedWeights, copied, elements_per_entry
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.contract import bytes_of, in_order

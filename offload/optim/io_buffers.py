@@ -33,7 +33,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.storage import Block
 from offload.storage.buffer import PAGE_BYTES, host_buffer
 from pipe.threads import Future, Threads

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.forms.quantised import StoredTensor, is_taken_apart
+from offload.heap import return_freed_memory
 from offload.optim.disk_update import DiskParamBlock, group_slices
 from offload.optim.elementwise import check_updates_parts
 from offload.optim.groups import (
@@ -34,7 +35,6 @@ from offload.optim.update_blocks import StoredStates, states_kept
 from offload.storage import DeviceTier, Tier
 from offload.storage.buffer import has_own_memory, on_own_storages
 from offload.streaming.grad_norm import attached_norm, norms_of, total_norm
-from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
 from offload.streaming.optimizers import InBackward
 from offload.streaming.shard import Shard

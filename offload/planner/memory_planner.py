@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from offload.engine.homes import ModelHomes
-from offload.engine.layouts import bytes_of_boundary
+from offload.engine.sizes import bytes_of_boundary
 from offload.limits import GAPS_SHARE, MemoryLimits
 from offload.planner.measured import (
     bytes_left,
@@ -36,7 +36,7 @@ from offload.planner.outside import outside_bytes
 from offload.planner.step_memory import StepMemory, bound_of
 from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_limit, predict
 from offload.planning.rows import remember, shown
-from offload.planning.step_model import LEAST_SLOTS, Choice, Given, StepModel
+from offload.planning.step_model import LEAST_SLOTS, Choice, StepModel
 from offload.policy import MemoryPolicy
 from offload.storage.buffer import has_own_memory
 from offload.streaming.moves import HomeInUseError
@@ -61,8 +61,7 @@ class MemoryPlanner:
 
     def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes, made_bytes: int) -> None:
         self._limits = limits
-        self._given = Given(*(getattr(policy, name) for name in Given._fields))
-        self._joins_chunks = policy.activation_bytes is not None
+        self._given = policy
         self._model_planned = weakref.ref(homes)  # without it, a cycle with its steps
         self._streamer, self._optimizers = homes.streamer, homes.streamer.gradient_offload.optimizers
         self._device = homes.device
@@ -99,10 +98,6 @@ class MemoryPlanner:
         homes = self._model_planned()
         assert homes is not None
         return homes
-
-    @property
-    def _in_memory(self) -> frozenset[int]:
-        return self._streamer.in_place()
 
     def begin(self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool) -> Sequence[float]:
         """Begins a training step; returns the sizes for which it is planned.
@@ -179,7 +174,7 @@ class MemoryPlanner:
         """Whether nothing moves or is recomputed in a step of these sizes, as in one that is as large."""
         return (
             not self._due
-            and len(self._in_memory) == len(self._streamer.shards)
+            and len(self._streamer.in_place()) == len(self._streamer.shards)
             and self._awaited == self._optimizers.awaits_states()
             and any(
                 known.all_stays and len(known.model.rows) == len(rows) and all(map(operator.ge, known.model.rows, rows))
@@ -193,13 +188,13 @@ class MemoryPlanner:
         resting, given = model.resting_bytes, self._given
         if self._optimizers.awaits_states():
             # Their states, of unknown size, would come into memory with them.
-            trained = {shard.index for shard in self._streamer.shards if shard.trainable} - self._in_memory
+            trained = {shard.index for shard in self._streamer.shards if shard.trainable} - self._streamer.in_place()
             resting = {j: nbytes for j, nbytes in resting.items() if j not in trained}
             # States of what is in memory already, too: nothing else that stays between steps takes their place.
             resident = 0 if given.resident_bytes is None else given.resident_bytes
-            given = given._replace(slots=given.slots or LEAST_SLOTS, resident_bytes=resident)
+            given = replace(given, slots=given.slots or LEAST_SLOTS, resident_bytes=resident)
         elif not self._memory.on_host:
-            given = given._replace(resident_bytes=None)  # of host memory
+            given = replace(given, resident_bytes=None)  # of host memory
         return replace(
             model,
             resting_bytes=resting,
@@ -246,16 +241,15 @@ class MemoryPlanner:
 
     def _switch(self, choice: Choice) -> None:
         """Changes slots and the shards in memory."""
-        if choice.slots == self._streamer.slots and choice.in_memory == self._in_memory:
+        if choice.slots == self._streamer.slots and choice.in_memory == self._streamer.in_place():
             return
         self._memory.fresh = True
-        homes = self._homes
         # Those that leave go first: in one call both would be in memory for a moment.
-        for wanted in (self._in_memory & choice.in_memory, choice.in_memory):
-            if wanted != self._in_memory and not self._move(partial(homes.keep_on_device, wanted)):
+        for wanted in (self._streamer.in_place() & choice.in_memory, choice.in_memory):
+            if wanted != self._streamer.in_place() and not self._move(partial(self._homes.keep_on_device, wanted)):
                 break
         # Loads run ahead of use in two slots at least, if any shard is loaded.
-        self._streamer.resize(choice.slots if self._in_memory == choice.in_memory else max(2, choice.slots))
+        self._streamer.resize(choice.slots if self._streamer.in_place() == choice.in_memory else max(2, choice.slots))
 
     def _move(self, move: Callable[[], None]) -> bool:
         """Moves shards; warns where they cannot move: the next choice is for those that are."""
@@ -276,7 +270,7 @@ class MemoryPlanner:
         key = tuple(rows), begins, outside_bytes(homes).begins
         if key not in self._choices:
             model = replace(self._model(rows), begins=begins)
-            present = Choice(self._streamer.slots, self._in_memory)
+            present = Choice(self._streamer.slots, self._streamer.in_place())
             least = replace(present, boundary_bytes=0)
             try:
                 choice = self._within(rows, lambda nbytes: fill(model, present, nbytes))
@@ -325,7 +319,7 @@ class MemoryPlanner:
             f"micro-batches (num_microbatches)"
         )
         # Where bytes decide which chunks run together, and with that the last bits of results, only a count refuses.
-        fits_by_count = self._joins_chunks and error.least_bytes <= limit
+        fits_by_count = self._given.activation_bytes is not None and error.least_bytes <= limit
         if not (fits_by_count or self._has_run(rows, lengths=False)):
             raise TooLargeError(message)
         self._warn(message, (len(rows), max(rows)))

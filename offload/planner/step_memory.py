@@ -16,11 +16,11 @@ from collections import deque
 
 import torch
 
+from offload.heap import return_freed_memory
 from offload.limits import GAPS_SHARE
 from offload.planning.choose import Prediction
 from offload.planning.rows import remember
 from offload.storage.buffer import has_own_memory
-from offload.streaming.heap import return_freed_memory
 from offload.telemetry.peak import PeakMeter, anonymous_bytes
 
 __all__ = ["StepMemory", "bound_of"]

@@ -131,8 +131,8 @@ def least_limit(needed: Callable[[int], int], limit: int) -> int:
 
 
 def _leanest(model: StepModel, choice: Choice) -> Choice:
-    given = model.given.boundary_bytes or 0.0  # of which their gradients take a half
-    boundary_bytes = given / 2 if model.spills else math.inf
+    # Of given bytes, gradients of boundaries take a half.
+    boundary_bytes = (model.given.boundary_bytes or 0.0) / 2 if model.spills else math.inf
     return replace(choice, kept=frozenset(), waiting=frozenset(), boundary_bytes=boundary_bytes)
 
 

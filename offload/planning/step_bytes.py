@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from offload.planning.partition import slots_in_use
+from offload.partition import slots_in_use
 from offload.planning.step_model import MOVING, WRITES_IN_FLIGHT, Choice, StepModel
 
 __all__ = ["StepBytes", "step_bytes"]

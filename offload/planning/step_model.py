@@ -1,7 +1,4 @@
-"""What is known about the steps of a model, and what decides the plan of one.
-
-This module knows nothing of tensors or torch.
-"""
+"""What is known about the steps of a model, and what decides the plan of one."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from typing import NamedTuple
 
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.plan import Kind
+from offload.policy import MemoryPolicy
 
 __all__ = [
     "LEAST_SLOTS",
@@ -21,7 +19,6 @@ __all__ = [
     "WRITES_IN_FLIGHT",
     "Choice",
     "Costs",
-    "Given",
     "Key",
     "OutsideBytes",
     "Sizes",
@@ -61,16 +58,6 @@ class Choice:
             f"{self.slots} slots, {len(self.in_memory)} shards in memory, {len(self.kept)} graphs kept, gradients of "
             f"{len(self.waiting)} shards waiting"
         )
-
-
-class Given(NamedTuple):
-    """Choices that a policy fixes; None: what fits is chosen. Bytes are upper limits."""
-
-    slots: int | None = None
-    resident_bytes: int | None = None
-    graph_bytes: int | None = None
-    boundary_bytes: int | None = None
-    gradient_bytes: int | None = None
 
 
 class Updates(NamedTuple):
@@ -223,8 +210,8 @@ class StepModel:
     updated_at_step: Set[int] = frozenset()
     #: Of a report: bytes that measured steps took beside what is counted.
     beside_bytes: int = 0
-    #: What is not chosen but given: upper limits of bytes, and the number of slots.
-    given: Given = field(default_factory=Given)
+    #: What is not chosen but given; its bytes are upper limits.
+    given: MemoryPolicy = field(default_factory=MemoryPolicy)
 
     @cached_property
     def cells(self) -> Sequence[Sequence[CellBytes]]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from offload.forms.quantised import StoredTensor, stored_tensors
 from offload.forms.weight_forms import WeightForm
 from offload.meta_device.materialize import Materializer, Values
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.progress import progress
 from offload.storage import Tier
 from offload.storage.buffer import PAGE_BYTES, whole_pages

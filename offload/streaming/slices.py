@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from offload.forms.quantised import StoredTensor
 from offload.forms.weight_forms import WeightForm
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.storage import Block
 from offload.storage.buffer import host_buffer, on_own_storage
 from offload.storage.contract import in_order

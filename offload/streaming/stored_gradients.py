@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.slices import Slice
 from pipe.torch_private.tensors import storage_uses

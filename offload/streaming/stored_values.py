@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload.planning.partition import aligned
+from offload.partition import aligned
 from offload.storage import Tier
 from offload.storage.contract import bytes_of, in_order
 from offload.streaming.shard import Shard

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.planning.partition import slot_sizes
+from offload.partition import slot_sizes
 from offload.storage import Tier
 from offload.storage.buffer import device_buffer
 from offload.streaming.gradient_offload import GradientOffload

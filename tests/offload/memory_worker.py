@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
-from offload.streaming.heap import return_freed_memory
+from offload.heap import return_freed_memory
 from offload.telemetry.peak import anonymous_bytes
 from tests.offload.checkpoint_worker import STATES as FORMS
 from tests.offload.zoo import FeedForward

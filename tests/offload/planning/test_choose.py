@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from offload.planning.choose import NothingFitsError, choose, least_bytes, predict
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
-from offload.planning.step_model import Choice, Costs, Given, StepModel, Updates
+from offload.planning.step_model import Choice, Costs, StepModel, Updates
+from offload.policy import MemoryPolicy
 from tests.offload.interrupts import lines_of
 
 MIB = 1 << 20
@@ -106,14 +107,16 @@ def test_gradients_that_wait_in_host_memory_take_none_of_a_device() -> None:
     without = replace(found.choice, waiting=frozenset())
     assert found.memory_bytes == predict(on_a_device(alone, 0), without).memory_bytes <= limit
     assert found.peak.begin == found.choice.slots * 20 * MIB + 3 * MIB
-    fewer = replace(on_a_device(alone, 1 << 40), given=Given(gradient_bytes=2 * 20 * MIB))
+    fewer = replace(on_a_device(alone, 1 << 40), given=MemoryPolicy(gradient_bytes=2 * 20 * MIB))
     assert len(choose(fewer, limit).waiting) == 2
 
 
 def test_what_is_given_is_not_searched() -> None:
     model = replace(
         model_of(),
-        given=Given(slots=2, resident_bytes=170 * MIB, graph_bytes=130 * MIB, boundary_bytes=4 * MIB, gradient_bytes=0),
+        given=MemoryPolicy(
+            slots=2, resident_bytes=170 * MIB, graph_bytes=130 * MIB, boundary_bytes=4 * MIB, gradient_bytes=0
+        ),
     )
     choice = choose(model, 4000 * MIB)
     assert choice == Choice(

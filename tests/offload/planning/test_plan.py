@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.planning.partition import cut_layers
+from offload.partition import cut_layers
 from offload.planning.plan import CELLS, Kind
 from offload.planning.planner import forecast, plan_step
 from offload.planning.step_model import MOVING, Choice, Costs, StepModel, Updates
