@@ -208,7 +208,7 @@ def test_shards_whose_weights_are_viewed_elsewhere_stay_where_they_are(tmp_path:
     with pytest.warns(RuntimeWarning, match="without moving shards"):
         losses = train(model, optimizer, 4)
     assert losses == train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
-    assert not planner_of(model)._in_memory
+    assert not planner_of(model)._streamer.in_place()
     optimizer.synchronize()
     for name, p in plain.named_parameters():
         assert torch.equal(views[name], p), name
