@@ -240,9 +240,10 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         if f"{states.name}/{PARTS}" in index.files:
             parts = StoredParts(states, [Path(name).name for name in index.files])
             saved |= parts.model
-        if optimizer is not None:
-            state_dict = _state_dict(folder, state, [name for name in wanted if "/optimizer-" in name], optimizer)
     targets = _check_model(folder, model, saved, set(state.model))
+    if optimizer is not None:
+        # After the names of the model, which tell more of another one than the sizes of groups.
+        state_dict = _state_dict(folder, state, [f for f in sorted(index.files) if "/optimizer-" in f], optimizer)
     if parts is None:
         for name, target in progress(list(targets.items()), "loading the model"):
             stored[name].read_into(target)
