@@ -21,7 +21,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 PROGRAMS = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 
 # Of these, those that need more than the extra "test" installs.
-NEEDS = {"embeddings.md": "sentence_transformers", "language-model.md": "peft"}
+NEEDS = {"README.md": "transformers", "embeddings.md": "sentence_transformers", "language-model.md": "peft"}
 # Python, and what it prints: the comments at its end, or a block without a language that follows at once.
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n```\n(?P<printed>.*?)^```$)?", re.DOTALL | re.MULTILINE)
 COMMENTS = re.compile(r"(?:^# .*\n)+\Z", re.MULTILINE)
@@ -101,10 +101,10 @@ def test_the_blocks_of_a_page_run_one_after_the_other(document: Path, tmp_path: 
     check_page(document, tmp_path)
 
 
-@pytest.mark.parametrize("name", NEEDS)
-def test_the_blocks_of_a_page_that_needs_another_package_run(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS[name], reason="tests/with_transformers.sh installs it")
-    check_page(ROOT / "docs" / "tutorials" / name, tmp_path)
+@pytest.mark.parametrize("document", [page for page in PROGRAMS if page.name in NEEDS], ids=lambda path: path.name)
+def test_the_blocks_of_a_page_that_needs_another_package_run(document: Path, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS[document.name], reason="tests/with_transformers.sh installs it")
+    check_page(document, tmp_path)
 
 
 def test_the_guide_shows_the_report_that_its_block_prints(tmp_path: Path) -> None:
