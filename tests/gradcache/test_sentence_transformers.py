@@ -405,7 +405,7 @@ def test_values_and_gradients_are_those_of_the_installed_release(
         values.append(loss(batch(columns), None))
         (values[-1] * 0.5).backward()
     torch.testing.assert_close(values[1], values[0])
-    assert_same_step([found[0].model], [found[1].model])
+    assert_same_step([found[0].model], [found[1].model], 1e-5)  # gradients up to 10
     assert getattr(found[1], "temperature", None) == getattr(found[0], "temperature", None)
     theirs, ours = (loss.get_config_dict() for loss in found)
     theirs.pop("guide", None), ours.pop("guide", None)
@@ -432,7 +432,7 @@ def test_matryoshka_around_it_gives_the_release_s_gradient(
             random.seed(3)
             torch.testing.assert_close(each(batch(3), None), values[-1].detach())
     torch.testing.assert_close(values[1].detach(), values[0].detach())
-    assert_same_step([found[0].model], [found[1].model])
+    assert_same_step([found[0].model], [found[1].model], 1e-5)  # gradients up to 10
 
 
 def test_every_cached_loss_of_the_installed_release_has_a_replacement(release: Any) -> None:
