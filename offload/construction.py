@@ -44,6 +44,7 @@ from offload.telemetry.peak import anonymous_bytes
 from offload.telemetry.statistics import Meter
 from pipe.process import finalize_here
 from pipe.torch_private.amp import complete_copies_of_grad_scalers
+from pipe.torch_private.tracing import import_compiler
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,6 +107,8 @@ def construct(
         in_order: whether its layers are called one after the other, and not by its own forward.
         one_each: whether each layer is a shard.
     """
+    if given.memory is not None:
+        import_compiler()  # else the first optimizer does, and what it takes would be measured as the model's
     made_bytes = anonymous_bytes()
     device, offload_device, num_slices = compute_device(given.device), given.offload_device, given.num_slices
     if device.type == "cuda":

@@ -2,8 +2,7 @@
 
 Plans count tensors that are known: weights, gradients, states, boundaries, activations. A process holds more: buffers
 inside of operations, what its allocator keeps for reuse, the graph of the loss. On the CPU that is the rise of its
-anonymous memory since the model was made (without what came between that and its first step, such as imports and
-data), less what is counted. It is reported, and decides nothing: plans follow from counted bytes alone, and free memory
+anonymous memory since the model was made, less what is counted. It is reported, and decides nothing: plans follow from counted bytes alone, and free memory
 is returned to the system where the process outgrows the limit. On a device, whose allocator counts exactly, later plans
 leave so much free.
 
@@ -52,8 +51,6 @@ class StepMemory:
         #: freed what layers had before.
         self._returned = anonymous_bytes()
         self._made = min(made_bytes, self._returned)
-        #: What the model took when it was made; None after the first step has begun.
-        self._taken: int | None = self._returned - self._made
         #: Rows of a batch -> what its latest steps took beside what is counted.
         self._beside: dict[float, deque[int]] = {}
         #: The peak of the last step that was measured.
@@ -75,8 +72,6 @@ class StepMemory:
 
     def begin(self) -> None:
         """Begins a step."""
-        if self._taken is not None:
-            self._made, self._taken = anonymous_bytes() - self._taken, None
         self._peak.begin()
 
     def return_excess(self, limit_bytes: int) -> None:

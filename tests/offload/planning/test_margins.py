@@ -15,7 +15,7 @@ def measured(steps: list[tuple[float, int, bool]], monkeypatch: pytest.MonkeyPat
     """Of steps with so many rows and bytes, whose plan is new or not."""
     memory, found = StepMemory(torch.device("cpu"), 0), []
     monkeypatch.setattr("offload.planner.step_memory.anonymous_bytes", lambda: 0)
-    memory._made, memory._taken = 1 << 60, None  # so that nothing that this process holds counts
+    memory._made = 1 << 60  # so that nothing that this process holds counts
     predicted: Any = SimpleNamespace(peak=SimpleNamespace(begin=0, memory=100))
     for rows, peak, new in steps:
         monkeypatch.setattr(memory._peak, "rise", lambda peak=peak: peak)
