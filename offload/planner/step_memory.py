@@ -2,9 +2,9 @@
 
 Plans count tensors that are known: weights, gradients, states, boundaries, activations. A process holds more: buffers
 inside of operations, what its allocator keeps for reuse, the graph of the loss. On the CPU that is the rise of its
-anonymous memory since the model was made, less what is counted. It is reported, and decides nothing: plans follow from counted bytes alone, and free memory
-is returned to the system where the process outgrows the limit. On a device, whose allocator counts exactly, later plans
-leave so much free.
+anonymous memory since the model was made, less what is counted. It is reported, and decides nothing: plans follow from
+counted bytes alone, and free memory is returned to the system where the process outgrows the limit. On a device, whose
+allocator counts exactly, later plans leave so much free.
 
 Rows longer than all before were predicted from other sizes: their first step tells nothing of this.
 """
