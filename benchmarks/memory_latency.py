@@ -440,7 +440,8 @@ def _predicted(model: Any) -> dict[str, float]:
     found = model.memory_report() if model is not None else None
     if found is None or found.predicted is None:
         return {}
-    return {"seconds": found.predicted.forecast.seconds, "bytes": found.predicted.memory_bytes}
+    predicted = found.predicted
+    return {"seconds": predicted.forecast.seconds, "bytes": predicted.memory_bytes, "counted": predicted.peak.memory}
 
 
 def least(report: Reporter, training: dict[str, Any], contrastive: bool) -> dict[str, Any]:

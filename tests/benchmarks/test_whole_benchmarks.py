@@ -155,7 +155,7 @@ def test_memory_latency_trains_under_memory_to_plain_losses(work: str, monkeypat
     cases = {case.name: case for case in groups["in turn"]}
     for name in ("ours: the least", *(["before: the least"] if before else [])):
         assert cases[name].case.arguments["how"] == {"memory": least}
-        assert cases[name].result["bytes"] <= 1.1 * least + (32 << 20)  # what a process may hold
+        assert cases[name].result["counted"] <= least
         assert cases[name].values("loss") == pytest.approx(cases["torch.utils.checkpoint"].values("loss"), rel=1e-5)
     losses = cases["ours: the least"].values("loss")
     assert losses[0] != losses[1]
