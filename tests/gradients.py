@@ -12,7 +12,7 @@ __all__ = ["assert_same_step", "gradients"]
 
 
 #: Relative and absolute, by type; of others, torch's.
-TOLERANCES: dict[Any, Any] = {torch.float64: (1e-7, 1e-10), torch.float32: (1e-5, 1e-6)}
+TOLERANCES: dict[Any, Any] = {torch.float64: (1e-10, 1e-12), torch.float32: (1e-5, 1e-6)}
 
 
 def gradients(*modules: nn.Module) -> dict[str, Any]:
