@@ -12,6 +12,7 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -38,7 +39,8 @@ class _Boundary:
     """A tensor: in memory, in scratch space, or both."""
 
     __slots__ = (
-        "arrival", "cell", "fetching", "nbytes", "order", "place", "read_back", "stays", "tensor", "uses", "version",
+        "arrival", "cell", "empty", "fetching", "nbytes", "order", "place", "read_back", "stays", "tensor", "uses",
+        "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, place: Any, order: int, cell: Cell) -> None:
@@ -52,11 +54,12 @@ class _Boundary:
         self.uses = 0
         #: Whether it never leaves memory.
         self.stays = not is_plain(tensor)
-        #: Reads it from scratch space.
-        self.read_back: Callable[[], Tensor] | None = None
-        #: Of the write, and of the read that is under way, with what has been read.
+        #: Memory for it, and what reads it from scratch space into that.
+        self.empty: Callable[[], Tensor] | None = None
+        self.read_back: Callable[[Tensor], None] | None = None
+        #: Of the write, and of the read that is under way, with what is read.
         self.arrival: Arrival | None = None
-        self.fetching: tuple[Arrival, list[Tensor]] | None = None
+        self.fetching: tuple[Arrival, Tensor] | None = None
 
 
 class Boundaries:
@@ -131,7 +134,13 @@ class Boundaries:
         if boundary.uses:
             return
         self._away.pop(boundary.order, None)
-        if self._let_go(boundary) or boundary.fetching is not None:
+        fetching, boundary.fetching = boundary.fetching, None
+        if fetching is not None and fetching[0].done:
+            # Boundary lane -> compute. Without this, memory is freed, and used again, while a stream writes it. A
+            # thread, which is not waited for since it may be this one, keeps the memory itself until then.
+            with contextlib.suppress(Exception):  # which nothing needs any more
+                fetching[0].synchronize()
+        if self._let_go(boundary) or fetching is not None:
             self._meter.release(boundary.nbytes)
 
     def _write_earliest(self) -> bool:
@@ -152,6 +161,9 @@ class Boundaries:
                 boundary.read_back = self._scratch.store(tensor)
 
         self._let_go(boundary)
+        # Strides, as empty_like() has them: a meta tensor that lives as long as the step would fragment the heap.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        boundary.empty = partial(torch.empty_strided, tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         boundary.arrival = self._lane.submit("spill boundary", store)
         self._meter.bytes_spilled += nbytes
         self._writing.append(boundary)
@@ -175,38 +187,35 @@ class Boundaries:
         if boundary.tensor is None:
             self._fetch(boundary)
             assert boundary.fetching is not None
-            arrival, found = boundary.fetching
+            arrival, tensor = boundary.fetching
             with self._meter.waiting("boundary", f"reading a boundary from {self._scratch.name}"):
                 # Boundary lane -> compute. Without this, a cell runs on what has not been read yet.
                 arrival.wait()
-            boundary.tensor = tensor = found.pop()
-            if tensor.is_cuda:
-                # Allocated on the lane's stream. Without this, its memory is used again there while cells read it.
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            boundary.fetching = None
+            boundary.tensor, boundary.fetching = tensor, None
             boundary.version = tensor._version
             self._away.pop(boundary.order, None)
             self._hold(boundary)
             self._forget_later(boundary.order)
         self._fetch_before(boundary.order)
-        tensor = boundary.tensor
-        assert tensor is not None
-        _check(tensor, boundary.version)
-        return tensor
+        assert boundary.tensor is not None
+        _check(boundary.tensor, boundary.version)
+        return boundary.tensor
 
     def _fetch(self, boundary: _Boundary) -> None:
         if boundary.fetching is not None:
             return
-        found, nbytes = list[Tensor](), boundary.nbytes
+        empty, read_back, nbytes = boundary.empty, boundary.read_back, boundary.nbytes
+        assert empty is not None
+        assert read_back is not None, "a boundary is read before it was written"
         token = self._done(Kind.PREFETCH, boundary.cell)
+        tensor = empty()  # on the stream that uses it
 
         def fetch() -> None:
             with self._meter.on_lane("boundary", token, nbytes):
-                assert boundary.read_back is not None, "a boundary is read before it was written"
-                found.append(boundary.read_back())
+                read_back(tensor)
 
         self._meter.hold(nbytes)
-        boundary.fetching = self._lane.submit("fetch boundary", fetch), found
+        boundary.fetching = self._lane.submit("fetch boundary", fetch), tensor
 
     def _fetch_before(self, order: int) -> None:
         """Begins to read what backward uses next, unless that is in memory."""

@@ -64,10 +64,10 @@ class Scratch(ABC):
     name: str
 
     @abstractmethod
-    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Stores a copy of a tensor. What is returned makes a new tensor on the compute device, equal to it.
+    def store(self, tensor: Tensor) -> Callable[[Tensor], None]:
+        """Stores a copy of a tensor. What is returned fills a tensor of the same shape and dense strides with it.
 
-        Dense strides are preserved, others become contiguous.
+        As ``copy_`` does: on the current stream, and without waiting for it where both ends allow that.
         """
 
     def close(self) -> None:  # noqa: B027

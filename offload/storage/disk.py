@@ -56,10 +56,9 @@ def _new_file(folder: Path, label: str) -> int:
 class DiskScratch(Scratch):
     """Boundaries in one file of a folder."""
 
-    def __init__(self, name: str, folder: Path, device: torch.device) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self._folder = folder
-        self._device = device
         self._fd: int | None = None
         self._file_bytes = 0
 
@@ -69,25 +68,25 @@ class DiskScratch(Scratch):
             self._closes = WhenFreed(partial(os.close, self._fd))
         move_all(call, self._fd, view_memory(data), offset, "boundary file")
 
-    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def store(self, tensor: Tensor) -> Callable[[Tensor], None]:
         """Writes a tensor behind those before it."""
         tensor = tensor.resolve_conj().resolve_neg()
-        stride = torch.empty_like(tensor, device="meta").stride()
-        dense = tensor.cpu() if stride == tensor.stride() else torch.empty_like(tensor, device="cpu").copy_(tensor)
+        is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        dense = tensor.cpu() if is_dense else torch.empty_like(tensor, device="cpu").copy_(tensor)
         offset = self._file_bytes
         self._file_bytes += dense.nbytes
         if dense.numel():
             self._move(os.pwritev, bytes_of(dense), offset)
-        # Without a meta tensor, which would fragment the heap: it would live as long as the step, between blocks that
-        # each cell allocates and frees, and the gaps would be too small for the next ones.
-        return partial(self.fetch, offset, tuple(tensor.size()), stride, tensor.dtype)
+        return partial(self.fetch, offset)
 
-    def fetch(self, offset: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def fetch(self, offset: int, destination: Tensor) -> None:
         """Reads a tensor back."""
-        tensor = torch.empty_strided(size, stride, dtype=dtype)
-        if tensor.numel():
-            self._move(os.preadv, bytes_of(tensor), offset)
-        return tensor.to(self._device)
+        if not destination.numel():
+            return
+        read = destination if destination.device.type == "cpu" else torch.empty_like(destination, device="cpu")
+        self._move(os.preadv, bytes_of(read), offset)
+        if read is not destination:
+            destination.copy_(read)
 
     def close(self) -> None:
         """Removes the file."""
@@ -204,4 +203,4 @@ class DiskTier(Tier):
 
     def scratch(self) -> Scratch | None:
         """Storage of boundaries in a file of their own."""
-        return DiskScratch(self.name, self._root, self._device)
+        return DiskScratch(self.name, self._root)

@@ -66,7 +66,7 @@ class HostTier(Tier):
 
     def scratch(self) -> Scratch | None:
         """Page-locked memory for boundaries of a device; None on the CPU, where they are in host memory already."""
-        return HostScratch(self._device) if has_own_memory(self._device) else None
+        return HostScratch() if has_own_memory(self._device) else None
 
 
 class DeviceTier(Tier):
@@ -96,11 +96,8 @@ class HostScratch(Scratch):
 
     name = "host"
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Copies to the host on the current stream, and back on that of the caller."""
+    def store(self, tensor: Tensor) -> Callable[[Tensor], None]:
+        """See :meth:`Scratch.store`."""
         stored = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         stored.copy_(tensor, non_blocking=True)
-        return lambda: stored.to(self._device, non_blocking=True, copy=True)
+        return lambda destination: destination.copy_(stored, non_blocking=True) and None

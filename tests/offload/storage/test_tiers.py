@@ -113,10 +113,9 @@ class TestDiskTier(TierContract):
         ]
         stored = [scratch.store(tensor) for tensor in tensors]
         for tensor, read_back in zip(tensors, stored, strict=True):
-            back = read_back()
-            assert back.dtype == tensor.dtype
+            back = torch.empty_like(tensor).resolve_conj()
+            read_back(back)
             assert torch.equal(back, tensor)
-        assert stored[6]().stride() == tensors[6].stride()
 
     def test_files_have_no_names_and_end_with_their_blocks(self, tmp_path: Path) -> None:
         tier = DiskTier(tmp_path, CPU)

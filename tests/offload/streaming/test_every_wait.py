@@ -30,8 +30,8 @@ NEEDS: dict[Scenario, list[str]] = {
         "engine.chunks run_chunks: each.cancel()",
         "engine.suspend SuspendedForward.cancel: self._thread.join(1.0)",
     ],
-    boundaries.memory_read_back_is_known_to_be_used_by_compute: [
-        "engine.boundaries Boundaries._load: tensor.record_stream(torch.cuda.current_stream(tensor.device))",
+    boundaries.what_nobody_reads_is_freed_when_it_has_been_read_back: [
+        "engine.boundaries Boundaries._unused: fetching[0].synchronize()",
     ],
     boundaries.what_leaves_memory_comes_back: [
         "engine.boundaries Boundaries._end_write: boundary.arrival.wait()",
