@@ -156,7 +156,8 @@ class PipelineStep:
         _run_backward(pairs)
         for leaf, output, source in self._sources.pop((j, i)):
             if leaf.grad is not None:
-                gradient = leaf.grad.to(output.device, non_blocking=leaf.is_cuda)
+                # The host waits for a copy to itself. Without that, it reads a gradient that is not there yet.
+                gradient = to_device(leaf.grad, output.device)
                 self._gradients.setdefault((source, i), []).append((output, gradient))
 
 

@@ -9,7 +9,9 @@ from torch import nn
 from pipe import Pipe, pipeline
 from pipe.copy import Copy, Wait
 from pipe.nested import map_tensors
+from pipe.step import PipelineStep
 from pipe.stream import CPUStream, current_stream, new_stream
+from tests.late_cuda import LateCuda
 from tests.pipe.test_checkpoint import Log
 
 CPU = torch.device("cpu")
@@ -96,6 +98,31 @@ def test_stages_of_one_device_need_no_copies_and_no_waits(monkeypatch: pytest.Mo
         monkeypatch.setattr(pipeline, name, lambda *args, name=name: called.append(name))
     Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], chunks=2)(torch.ones(2, 1)).sum().backward()
     assert not called
+
+
+def test_a_gradient_for_a_stage_in_host_memory_is_there_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stage on a device: the backward of the stage before runs on the host, which follows no stream."""
+    cuda, step = LateCuda(monkeypatch), PipelineStep([], [], [], [], [])
+
+    class Leaf:
+        is_cuda = True
+
+        @property
+        def grad(self) -> Any:
+            return self
+
+        def to(self, device: torch.device, non_blocking: bool) -> torch.Tensor:
+            there = torch.zeros(2, device=device)
+            cuda.launch(lambda: there.fill_(7))
+            if not non_blocking:
+                cuda.synchronize()
+            return there
+
+    step._sources[1, 0] = [(Leaf(), torch.zeros(2), 0)]  # type: ignore[list-item]
+    step._backward(1, 0)
+    ((_, gradient),) = step._gradients[0, 0]
+    assert gradient is not None
+    assert (gradient == 7).all(), "read before it was copied"
 
 
 @pytest.mark.cuda
