@@ -108,8 +108,10 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; the host does not wait for a copy there."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    """The tensor on a device; the host waits for copies to itself, and of its page-locked memory."""
+    # Without waiting, a copy from page-locked memory reads what a loader has written there since.
+    goes_on = device.type == "cpu" or (tensor.layout is torch.strided and tensor.is_pinned())
+    return tensor.to(device, non_blocking=not goes_on)
 
 
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:

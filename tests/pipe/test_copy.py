@@ -10,7 +10,7 @@ from pipe import Pipe, pipeline
 from pipe.copy import Copy, Wait
 from pipe.nested import map_tensors
 from pipe.step import PipelineStep
-from pipe.stream import CPUStream, current_stream, new_stream
+from pipe.stream import CPUStream, current_stream, new_stream, to_device
 from tests.late_cuda import LateCuda
 from tests.pipe.test_checkpoint import Log
 
@@ -98,6 +98,25 @@ def test_stages_of_one_device_need_no_copies_and_no_waits(monkeypatch: pytest.Mo
         monkeypatch.setattr(pipeline, name, lambda *args, name=name: called.append(name))
     Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], chunks=2)(torch.ones(2, 1)).sum().backward()
     assert not called
+
+
+@pytest.mark.parametrize(
+    ("locked", "device", "goes_on"), [(False, "cuda", True), (True, "cuda", False), (True, "cpu", False)]
+)
+def test_a_copy_of_page_locked_memory_ends_before_the_call(locked: bool, device: str, goes_on: bool) -> None:
+    """Twin in offload: test_model.py. A loader may fill that memory anew as soon as the call returns."""
+    asked: list[bool] = []
+
+    class Input(torch.Tensor):
+        def is_pinned(self, device: object = None) -> bool:
+            return locked
+
+        def to(self, device: torch.device, *, non_blocking: bool) -> Any:
+            asked.append(non_blocking)
+            return self
+
+    to_device(torch.zeros(3).as_subclass(Input), torch.device(device, 0))
+    assert asked == [goes_on]
 
 
 def test_a_gradient_for_a_stage_in_host_memory_is_there_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
