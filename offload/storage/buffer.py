@@ -25,6 +25,7 @@ from torch.utils.dlpack import from_dlpack
 
 from offload.storage.contract import bytes_of
 from pipe.process import finalize_here
+from pipe.stream import use_device
 from pipe.torch_private.dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
@@ -98,9 +99,10 @@ def device_buffer(nbytes: int, device: torch.device) -> Tensor:
 
 
 def on_own_storage(tensor: Tensor) -> Tensor:
-    """The same tensor on the same host memory, whose storage begins at its first element and keeps the memory alive."""
+    """The same tensor on the same memory, whose storage begins at its first element and keeps the memory alive."""
     # Only an exchange of memory with another library makes a storage in the middle of another one; here both are torch.
-    alone: Tensor = from_dlpack(tensor)
+    with use_device(tensor.device):  # torch refuses memory of another device
+        alone: Tensor = from_dlpack(tensor)
     return alone
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from offload.storage import DiskTier, Tier
-from offload.storage.buffer import host_buffer
+from offload.storage.buffer import host_buffer, on_own_storage
 from offload.storage.transfer import IN_FLIGHT, Copy, Link
 from tests.offload.storage.test_tiers import MANY, STAGED, TierContract, noise
 
@@ -102,6 +105,30 @@ def test_disk_to_staging_to_a_cuda_device(tmp_path: Path, direct: bool) -> None:
         stream.synchronize()
         assert torch.equal(slot.cpu(), source)
         assert torch.equal(block.tensor, source)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The contexts of CUDA devices that are open, the last one of the current device."""
+    entered: list[object] = []
+
+    @contextlib.contextmanager
+    def device(each: object) -> Iterator[None]:
+        entered.append(each)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return entered
+
+
+def test_memory_of_a_device_is_exchanged_while_that_is_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, current: list[object]
+) -> None:
+    """Torch refuses it otherwise."""
+    monkeypatch.setattr("offload.storage.buffer.from_dlpack", lambda tensor: current[-1])
+    there: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    assert on_own_storage(there) == there.device
 
 
 @pytest.mark.parametrize("locks", [True, False])
