@@ -120,19 +120,21 @@ def view_memory(tensor: Tensor) -> memoryview:
     return view
 
 
-def page_lock(tensor: Tensor, label: str) -> bool:
+def page_lock(tensor: Tensor, label: str, device: torch.device) -> bool:
     """Page-locks the memory of a host tensor until it is freed, so that its copies overlap with compute; or warns.
 
     By the CUDA driver: torch's pinned-memory allocator rounds each request up to a power of two. Returns whether it
-    did.
+    did. ``device``: that of the copies. CUDA works on the current one of a thread, and would make a context there if
+    that is another, which takes some hundred MiB of its memory.
     """
     runtime = torch.cuda.cudart()
     address = tensor.data_ptr()
-    code = int(runtime.cudaHostRegister(address, tensor.numel(), 0))
+    with use_device(device):
+        code = int(runtime.cudaHostRegister(address, tensor.numel(), 0))
     if code != 0:
         # CUDA keeps this error, and torch would raise it from its next kernel: a kernel here takes it.
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda")
+            torch.ones(1, device=device)
         warnings.warn(
             f"{label}: cannot page-lock {tensor.numel():,} bytes of host memory (CUDA error {code}); copies will not "
             f"overlap with compute. Raise the limit on locked memory (ulimit -l) or use a directory as home",
@@ -140,8 +142,13 @@ def page_lock(tensor: Tensor, label: str) -> bool:
             stacklevel=2,
         )
         return False
-    finalize_here(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+    finalize_here(tensor.untyped_storage(), _unlock, address, device)
     return True
+
+
+def _unlock(address: int, device: torch.device) -> None:
+    with use_device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 # --- Views of stored tensors that ``torch.save`` accepts, for ``state_dict()`` ---------------------------------------

@@ -178,7 +178,7 @@ class DiskTier(Tier):
                 stacklevel=5,
             )
         self._device = device
-        link = link or (CudaLink() if device.type == "cuda" else Link())
+        link = link or (CudaLink(device) if device.type == "cuda" else Link())
         self.transfers = Transfers(PageCache(self._root, direct), link)
 
     @property

@@ -62,7 +62,7 @@ class HostTier(Tier):
 
     def _page_lock(self, block: Block, label: str) -> None:
         if self._device.type == "cuda" and block.nbytes:
-            page_lock(block.tensor, label)
+            page_lock(block.tensor, label, self._device)
 
     def scratch(self) -> Scratch | None:
         """Page-locked memory for boundaries of a device; None on the CPU, where they are in host memory already."""

@@ -68,11 +68,14 @@ class Link:
 
 
 class CudaLink(Link):
-    """Page-locked buffers, copied on the current stream."""
+    """Page-locked buffers, copied on the current stream of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def prepare(self, buffer: Tensor) -> None:
         """Page-locks it, or warns."""
-        page_lock(buffer, "staging between disk and device")
+        page_lock(buffer, "staging between disk and device", self._device)
 
     def copier(self, tensor: Tensor) -> Copy | None:
         """See :meth:`Link.copier`."""

@@ -195,7 +195,7 @@ class OnDevice:
 def a_fence_is_passed_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, buffer = LateCuda(monkeypatch), torch.full((4,), 7.0)
     slot = OnDevice(cuda, torch.zeros(4))
-    copy = CudaLink().copier(slot)  # type: ignore[arg-type]
+    copy = CudaLink(DEVICE).copier(slot)  # type: ignore[arg-type]
     assert copy is not None
     fence = copy(slot, buffer)  # type: ignore[arg-type]
     fence()

@@ -132,17 +132,23 @@ def test_memory_of_a_device_is_exchanged_while_that_is_the_current_one(
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_buffers_are_page_locked_once_and_a_refusal_is_a_warning(monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
+def test_buffers_are_page_locked_once_and_a_refusal_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, current: list[object], locks: bool
+) -> None:
+    """By a thread whose current device may be another one, which gets no context."""
     from offload.storage.transfer import CudaLink
 
     log: list[tuple[str, int]] = []
+    device = torch.device("cuda", 1)
 
     class Runtime:
         def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            assert current == [device]
             log.append(("lock", nbytes))
             return 0 if locks else 2
 
         def cudaHostUnregister(self, address: int) -> int:
+            assert current == [device]
             log.append(("unlock", address))
             return 0
 
@@ -153,10 +159,10 @@ def test_buffers_are_page_locked_once_and_a_refusal_is_a_warning(monkeypatch: py
     monkeypatch.setattr(torch, "ones", raises)  # the driver tells its last error again
     buffer = host_buffer(STAGED)
     if locks:
-        CudaLink().prepare(buffer)
+        CudaLink(device).prepare(buffer)
     else:
         with pytest.warns(RuntimeWarning, match="staging between disk and device: cannot page-lock 524,288 bytes"):
-            CudaLink().prepare(buffer)
+            CudaLink(device).prepare(buffer)
     assert log == [("lock", STAGED)]
     address = buffer.data_ptr()
     del buffer
