@@ -151,9 +151,7 @@ class Boundaries:
             return False
         while len(self._writing) >= WRITES_IN_FLIGHT:
             self._end_write(self._writing[0])
-        tensor, nbytes = boundary.tensor, boundary.nbytes
-        assert tensor is not None
-        _check(tensor, boundary.version)
+        tensor, nbytes = _unchanged(boundary), boundary.nbytes
         token = self._done(Kind.SPILL, boundary.cell)
 
         def store() -> None:  # refers to this object, whose end closes the scratch space
@@ -175,10 +173,11 @@ class Boundaries:
             # Boundary lane -> compute. Without this, memory of a tensor is freed, and used again, while it is written.
             boundary.arrival.wait()
         self._writing.remove(boundary)
-        boundary.tensor = boundary.arrival = None
         self._meter.release(boundary.nbytes)
         if boundary.uses:
+            _unchanged(boundary)  # else what was written may be the later values
             self._away[boundary.order] = boundary
+        boundary.tensor = boundary.arrival = None
 
     def _load(self, saved: tuple[_Boundary, WhenFreed]) -> Tensor:
         boundary, _ = saved
@@ -197,9 +196,7 @@ class Boundaries:
             self._hold(boundary)
             self._forget_later(boundary.order)
         self._fetch_before(boundary.order)
-        assert boundary.tensor is not None
-        _check(boundary.tensor, boundary.version)
-        return boundary.tensor
+        return _unchanged(boundary)
 
     def _fetch(self, boundary: _Boundary) -> None:
         if boundary.fetching is not None:
@@ -246,9 +243,13 @@ def _close(scratch: Scratch, meter: Meter, writing: Sequence[_Boundary]) -> None
     meter.release(sum(boundary.nbytes for boundary in writing))
 
 
-def _check(tensor: Tensor, version: int) -> None:
-    if tensor._version != version:
+def _unchanged(boundary: _Boundary) -> Tensor:
+    """The tensor of a boundary in memory. Raises RuntimeError if it was changed in place."""
+    tensor = boundary.tensor
+    assert tensor is not None
+    if tensor._version != boundary.version:
         raise RuntimeError(
             f"an activation of shape {tuple(tensor.shape)} that enters a block was changed in place between the "
             f"forward and its backward; clone it before changing it"
         )
+    return tensor

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
+from offload.engine.boundaries import Boundaries
+from offload.planning.step_model import WRITES_IN_FLIGHT
+from offload.storage import DiskTier
+from offload.telemetry.statistics import Meter
+from tests.offload.late import LateLane
 from tests.offload.side_by_side import assert_equal
 
 WIDTH = 8
@@ -96,3 +102,21 @@ def test_a_weight_that_a_graph_needs_is_not_another_one_in_backward(
         model(x).square().sum().backward()
     if not late:
         assert_equal(bare, model)
+
+
+# --- what enters a cell ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["being written", "written"])
+def test_what_changes_while_it_leaves_memory_is_refused(tmp_path: Path, ended: bool) -> None:
+    """A lane may have read either value. Once it is out of memory, what comes back is that of the forward."""
+    lane, cpu = LateLane(), torch.device("cpu")
+    scratch = DiskTier(tmp_path, cpu).scratch()
+    assert scratch is not None
+    save, load = Boundaries(scratch, lane, Meter(cpu), 0).hooks((0, 0))
+    inputs = [torch.full((10,), float(k)) for k in range(3 + WRITES_IN_FLIGHT * ended)]
+    saved = [save(x) for x in inputs]
+    inputs[0].add_(7)
+    refused = pytest.raises(RuntimeError, match="changed in place between the forward and its backward")
+    with contextlib.nullcontext() if ended else refused:
+        assert not load(saved[0]).any()
