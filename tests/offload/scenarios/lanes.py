@@ -14,7 +14,7 @@ from torch import Tensor
 from offload.mesh.ranks import Transport
 from offload.storage.transfer import CudaLink
 from offload.streaming.lane import StreamCopyLane, ThreadCopyLane
-from offload.telemetry.clock import Clock
+from offload.telemetry.clock import LATEST, Clock
 from pipe.threads import Future, Threads
 from tests.late_cuda import DEVICE, LateCuda
 from tests.waits import fails_with
@@ -165,11 +165,11 @@ def a_clock_counts_what_has_ended(monkeypatch: pytest.MonkeyPatch, path: Path) -
 @fails_with("the host waited", "events are hoarded")
 def a_clock_hoards_no_events_and_never_waits_in_a_step(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, clock = LateCuda(monkeypatch), Clock(DEVICE)
-    for _ in range(4200):
+    for _ in range(2 * LATEST):
         with clock.span():
             cuda.launch(_ones)
     assert cuda.host_waits == 0, "the host waited"
-    assert len(clock._spans) == 4200, "none of these has ended"
+    assert len(clock._spans) == 2 * LATEST, "none of these has ended"
     cuda.synchronize()
     with clock.span():
         cuda.launch(_ones)
