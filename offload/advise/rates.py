@@ -20,6 +20,7 @@ from offload.policy import MemoryPolicy
 from offload.storage import DiskHome
 from offload.storage.page_cache import CACHE_HOLDS, CACHE_PAYS_UP_TO, available_bytes
 from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
+from pipe.stream import use_device
 
 __all__ = ["Rates", "existing_folder", "measure_rates"]
 
@@ -128,24 +129,26 @@ def _steps(home: Any, kind: Any, states: Any, share: float) -> tuple[Meter, int]
         model.close()
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def _seconds(device: torch.device, work: Callable[[], Any]) -> float:
     """The median of repetitions; waits for the device."""
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=SECONDS_EACH).median)
+    with use_device(device):  # the timer waits for the current one
+        measured = timer.blocked_autorange(min_run_time=SECONDS_EACH)
+    return float(measured.median)
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
     left, right = (torch.ones(PRODUCT, PRODUCT, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * PRODUCT**3 / _seconds(lambda: torch.mm(left, right))
+    return 2.0 * PRODUCT**3 / _seconds(device, lambda: torch.mm(left, right))
 
 
 def _touched(device: torch.device) -> float:
     """Bytes that an addition reads and writes."""
     one, other, out = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(3))
-    return 3.0 * COPY_BYTES / _seconds(lambda: torch.add(one, other, out=out))
+    return 3.0 * COPY_BYTES / _seconds(device, lambda: torch.add(one, other, out=out))
 
 
 def _to_device(device: torch.device) -> float:
     source = torch.ones(COPY_BYTES, dtype=torch.uint8).pin_memory()
     out = torch.empty_like(source, device=device)
-    return COPY_BYTES / _seconds(lambda: out.copy_(source, non_blocking=True))
+    return COPY_BYTES / _seconds(device, lambda: out.copy_(source, non_blocking=True))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from offload import OffloadModel, OffloadOptimizer
 from offload.advise.__main__ import _parser, main
 from offload.advise.prediction import Situation, shard_bytes
 from offload.advise.profile import works_of
-from offload.advise.rates import Rates, measure_rates
+from offload.advise.rates import Rates, _seconds, measure_rates
 from offload.advise.report import Report
 from offload.advise.sources import Source, source_of
 from offload.files.tensor_file import StoredTensor
@@ -382,3 +383,21 @@ def test_rates_are_measured_by_steps_whose_files_are_removed(
     assert (rates.states, rates.state_share) == (count, pytest.approx(share))
     assert rates.direct
     assert not list(tmp_path.iterdir())
+
+
+def test_seconds_on_a_device_are_measured_while_it_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer of torch waits for that one only; of another it would measure how fast the host queues work."""
+    monkeypatch.setattr("offload.advise.rates.SECONDS_EACH", 0.0001)
+    entered: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def device(each: torch.device) -> Iterator[None]:
+        entered.append(each)
+        yield
+        entered.clear()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    works: list[bool] = []
+    _seconds(torch.device("cuda", 1), lambda: works.append(bool(entered)))
+    assert works
+    assert all(works)
