@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.engine import Engine
-from offload.engine.visit import Visit
+from offload.engine.visit import _Enter
 from offload.streaming.lane import Arrival, StreamCopyLane
 from tests.offload.blocks.towers import loss_of, make, words
 from tests.offload.side_by_side import close
@@ -96,8 +96,9 @@ from torch import nn
 from offload import MemoryPolicy, OffloadModel
 from pipe.recompute.recomputed import Call
 init = Call.__init__
-def to_the_end(call, *args):  # the sanitizer loses exceptions that pass through torch, as one that ends a second run
-    init(call, *args)
+# The sanitizer loses exceptions that pass through torch, as one that ends a second run.
+def to_the_end(call, *args, **more):
+    init(call, *args, **more)
     call.to_the_end = True
 Call.__init__ = to_the_end
 torch.manual_seed(0)
@@ -207,7 +208,7 @@ def test_the_host_waits_for_no_event_before_the_end_of_a_pass(
         monkeypatch.setattr(owner, name, noted)
 
     noting(Engine, "run", "F")
-    noting(Visit, "add", "B")
+    noting(_Enter, "backward", "B")
     noting(torch.cuda.Event, "synchronize", "wait")
     noting(torch.cuda.Stream, "synchronize", "wait")
     step()
