@@ -62,7 +62,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | BlockNames | None) -> dict[st
             f"OffloadModel streams the blocks of {type(model).__name__}.{name} ({len(_list_at(model, name))} modules); "
             f"pass blocks={name!r} to choose them",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,  # where offload() was called
         )
         blocks = name
     if isinstance(blocks, BlockNames):
