@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device, layers_of
-from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside, with_rest
+from offload.blocks.embeddings_and_heads import with_embeddings_and_heads
+from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside
 from offload.blocks.own_forward import OwnForward
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
@@ -282,7 +283,7 @@ def _streamed(checked: _Checked) -> Mapping[str, nn.Module]:
         return checked.needs(layers, states)([1] * len(layers))
 
     patterns = [given.resident] if isinstance(given.resident, str) else given.resident or ()
-    more = with_rest(checked.model, blocks, limit - limit // GAPS_SHARE, needed, patterns)
+    more = with_embeddings_and_heads(checked.model, blocks, limit - limit // GAPS_SHARE, needed, patterns)
     # Without states, as the limit is checked, what stays may take less.
     return more if needed(more, 0) <= max(limit, needed(blocks, 0) - 1) else blocks
 
