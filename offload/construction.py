@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device, layers_of
+from offload.arguments import (
+    check_choices,
+    check_gradient_dtype,
+    check_separate,
+    compute_device,
+    layers_of,
+    resident_parameters,
+    stored_form,
+)
 from offload.blocks.embeddings_and_heads import with_embeddings_and_heads
 from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside
 from offload.blocks.own_forward import OwnForward
@@ -39,7 +47,7 @@ from offload.streaming.current_values import leave_pending_updates, read_current
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import CopyLanes, open_lanes
 from offload.streaming.layer_homes import make_shards
-from offload.streaming.resident import chosen, chosen_form, resident_shard
+from offload.streaming.resident import resident_shard
 from offload.streaming.shard import round_gradients
 from offload.streaming.streamer import Streamer
 from offload.telemetry.peak import anonymous_bytes
@@ -234,8 +242,8 @@ def _check(model: nn.Module, given: Arguments, *, in_order: bool) -> _Checked:
     quantised = [tensor.name for tensor in stored if tensor.part_of is not None]
     refused: dict[str, Any] = {"a model with quantised weights": quantised or None, "store_dtype=": given.store_dtype}
     mesh = check_mesh(given.mesh, given.gradient_divide_factor, device, refused)
-    resident = chosen(layers, given.resident, given.offload_device, outside)
-    form = chosen_form(given.store_dtype, stored, resident, layers.values(), given.offload_device)
+    resident = resident_parameters(layers, given.resident, given.offload_device, outside)
+    form = stored_form(given.store_dtype, stored, resident, layers.values(), given.offload_device)
     separate([model])
     check_choices(given.num_slices, given.num_microbatches, given.param_dtype)
     check_gradient_dtype(given.gradient_dtype, accumulates=given.accumulate_in_gradient_dtype)
