@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.arguments import as_call, refuse_transforms
-from offload.blocks.body import StreamedForward, own_forward
 from offload.blocks.find import parameters_outside
+from offload.blocks.streamed_forward import StreamedForward, own_forward
 from offload.engine.chunks import run_chunks
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
