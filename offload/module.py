@@ -53,8 +53,10 @@ def store_values(homes: ModelHomes, model: nn.Module, state_dict: Any, prefix: s
         state_dict[prefix + name] = p.detach()
         written[p] += 1
     for shard in homes.shards:
-        if shard.sealed is not None:  # the modules increment each version once
-            shard.sealed = tuple(v + written[s.parameter] for s, v in zip(shard.formed, shard.sealed, strict=True))
+        if shard.form_versions is not None:  # the modules increment each version once
+            shard.form_versions = tuple(
+                v + written[s.parameter] for s, v in zip(shard.formed, shard.form_versions, strict=True)
+            )
 
 
 def refuse_moves(model: nn.Module, fn: Callable[[Tensor], Tensor], device: torch.device, tier: Tier) -> None:

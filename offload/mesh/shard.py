@@ -85,12 +85,12 @@ class MeshShard(Shard):
 
     def _read(self, memory: Tensor, begin: int) -> None:
         """Fills ``memory`` with what this rank sends, from the byte ``begin`` on."""
-        rank, borrowed = self.ranks.rank, len(self.own)
+        rank, own = self.ranks.rank, len(self.own)
         if self.home is not None and begin < self.home.nbytes:
             self.home.read_into(memory[: self.home.nbytes - begin], begin)
-        loaned, offsets = self.parts[borrowed:], self.offsets[borrowed:]
-        for cut in cuts_between(loaned, offsets, begin, begin + memory.numel()):
-            part, (owner, there) = loaned[cut.number], self.loans[cut.number]
+        parts, offsets = self.parts[own:], self.offsets[own:]
+        for cut in cuts_between(parts, offsets, begin, begin + memory.numel()):
+            part, (owner, there) = parts[cut.number], self.borrowed[cut.number]
             cut.sent(part, rank, memory).copy_(cut.at_rank(part, rank, part.flat(owner.home_view(there))))
 
     def copies(self, position: int) -> bool:
@@ -193,7 +193,7 @@ def make_mesh_shards(
         shard = MeshShard(index, first, [layer for _, layer in named], tier=tier, ranks=ranks)
         # Again, since parameters on the meta device were replaced.
         own = [s for name, layer in named for s in places.add(name, layer)]
-        shard.loans = [stored[p][:2] for p in borrowed]
+        shard.borrowed = [stored[p][:2] for p in borrowed]
         shard.parts = [Part.of(s.name, s.parameter, ranks.count) for s in own] + [stored[p][2] for p in borrowed]
         shard.offsets, shard.part_bytes = offsets_of(shard.parts)
         nbytes = offsets_of(shard.parts[: len(own)])[1]

@@ -110,7 +110,7 @@ def _modules(shard: Shard) -> Iterator[Any]:
 def read_current_values(shards: Iterable[Shard], streamer: Streamer) -> None:
     """Makes the modules of ``shards`` finish pending updates before a parameter is read. May be called again."""
     for shard in shards:
-        stored = [weakref.ref(each) for each in dict.fromkeys([shard, *(owner for owner, _ in shard.loans)])]
+        stored = [weakref.ref(each) for each in dict.fromkeys([shard, *(owner for owner, _ in shard.borrowed)])]
         for module in _modules(shard):
             found: Any = module._parameters
             if found and type(found) is dict:

@@ -138,7 +138,7 @@ class InBackward:
         used = {j: place for place, j in reversed([*enumerate(calls)])}  # the first of several
         for shard in shards:
             at = used.get(shard.index, -1)
-            late = [s.name for owner, s in shard.loans if not owner.resident and used.get(owner.index, -1) > at >= 0]
+            late = [s.name for owner, s in shard.borrowed if not owner.resident and used.get(owner.index, -1) > at >= 0]
             if late:
                 raise RuntimeError(
                     f"parameter {late[0]} is tied, and stored with a block that the forward calls after another one "

@@ -268,7 +268,7 @@ class Streamer:
             with self.meter.on_lane("load", f"L{j}", 0 if filled else nbytes, kind=kind):
                 shard.fill(slot, pending)
 
-        owners = dict.fromkeys(owner for owner, _ in shard.loans)
+        owners = dict.fromkeys(owner for owner, _ in shard.borrowed)
         # A tied parameter is loaded from its owner's block, which has an update of its own.
         others = [pending.start() for owner in owners if (pending := owner.pending) is not None]
         others += self.gradient_offload.pop_update(slot)
