@@ -243,8 +243,8 @@ class ModelHomes:
             for shard in self.shards:
                 shard.in_place = shard.index in in_place
             self.streamer.homes_moved()
-            if (native := self._engine()) is not None:
-                native.observe()
+            if (engine := self._engine()) is not None:
+                engine.observe()
             for optimizer in optimizers:
                 optimizer.reserve_buffers()
             there = [each.weights + each.states for each in self.bytes_in_memory()]
