@@ -30,6 +30,7 @@ from offload.engine.homes import ModelHomes
 from offload.files.pretrained import Pretrained
 from offload.forms.quantised import check_storable, is_taken_apart, separate, stored_tensors
 from offload.forms.weight_forms import WeightForm
+from offload.layers_in_order import LayersInOrder
 from offload.limits import GAPS_SHARE, MemoryLimits
 from offload.memory import Needs, layout_of, limits_for, memory_of, recomputes
 from offload.mesh.engine import MeshEngine
@@ -41,7 +42,6 @@ from offload.planner.outside import bytes_staying
 from offload.policy import MemoryPolicy, numbers_of
 from offload.public_parameters import PublicParameters
 from offload.rollback import Rollback
-from offload.running import LayersInOrder
 from offload.storage import DiskHome, Tier, home_of, open_tier
 from offload.streaming.current_values import leave_pending_updates, read_current_values
 from offload.streaming.gradient_offload import GradientOffload
