@@ -1,15 +1,14 @@
-"""Checks and normalises the arguments of ``OffloadModel``, before any layer is changed, and what enters a model."""
+"""Checks and normalises the arguments of ``OffloadModel``, before any layer is changed."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.forms.quantised import StoredTensor, stored_tensors
 from offload.forms.weight_forms import WeightForm, weight_form_of
@@ -17,18 +16,14 @@ from offload.partition import aligned
 from offload.storage import DiskHome
 from offload.streaming.slices import layout
 from pipe.refusals import beyond_layers
-from pipe.torch_private.tracing import transform_under_way
 
 __all__ = [
-    "as_call",
     "check_choices",
     "check_gradient_dtype",
     "check_separate",
     "compute_device",
     "layer_bytes",
     "layers_of",
-    "names_taken",
-    "refuse_transforms",
     "resident_parameters",
     "stored_form",
 ]
@@ -209,34 +204,3 @@ def compute_device(device: Any) -> torch.device:
     elif chosen.type != "cpu":
         raise ValueError(f"expected a CPU or CUDA device to compute on, got device={str(chosen)!r}")
     return chosen
-
-
-def names_taken(layer: nn.Module) -> list[str]:
-    """Names of the arguments of a layer's forward besides the first, in order; none for ``*args`` and ``**kwargs``."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    try:
-        parameters = [p for p in inspect.signature(layer.forward).parameters.values() if p.kind in kinds]
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters[1:]]
-
-
-def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Chunk ``i`` as arguments and keyword arguments of the model. Raises TypeError for what is neither."""
-    if isinstance(chunk, Tensor):
-        return (chunk,), {}
-    if isinstance(chunk, tuple) and len(chunk) == 2:
-        args, kwargs = chunk
-        if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
-            return tuple(args), kwargs
-    raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")
-
-
-def refuse_transforms(tensors: Iterable[Tensor]) -> None:
-    """Raises RuntimeError if a mechanism other than autograd transforms or traces a call on these tensors."""
-    transform = transform_under_way(tensors)
-    if transform is not None:
-        raise RuntimeError(
-            f"an OffloadModel cannot run inside {transform}: its weights are in memory only while their shard "
-            f"runs, which only backward() supports; transform, export or trace the bare module"
-        )

@@ -111,6 +111,7 @@ class _Checked:
 
     model: nn.Module
     given: Arguments
+    #: Whether the layers are called one after the other, and not by the model's own forward.
     in_order: bool
     #: The layers, or the blocks, by name.
     layers: Mapping[str, nn.Module]
@@ -119,7 +120,7 @@ class _Checked:
     mesh: DeviceMesh | None
     #: The parameters of layers that stay on the compute device.
     resident: set[nn.Parameter]
-    #: In which homes store weights.
+    #: In which homes store weights; None: as they are.
     form: WeightForm | None
     #: None: nothing bounds the memory.
     memory: MemoryPolicy | None

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import as_call, refuse_transforms
 from offload.blocks.find import parameters_outside
 from offload.blocks.streamed_forward import StreamedForward, own_forward
+from offload.calls import as_call, refuse_transforms
 from offload.engine.chunks import run_chunks
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
