@@ -147,7 +147,7 @@ class RowsOfAll:
 
 
 _BUCKET_BYTES = 25 << 20
-# For each wrapper, the number of forwards whose backward has not run.
+#: For each wrapper, the number of forwards whose backward has not run.
 _pending: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 

@@ -170,18 +170,18 @@ def sum_by_tiles(
     return by_tiles(*arguments), dtype
 
 
-def with_known_gradients(value: Tensor, known: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """``value`` with a graph in which each tensor of ``known`` gets the gradient paired with it."""
-    if not known:
+def with_known_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """``value`` with a graph in which each tensor of ``pairs`` gets the gradient paired with it."""
+    if not pairs:
         return value
-    gradients = [gradient.to(tensor.dtype) for tensor, gradient in known]
+    gradients = [gradient.to(tensor.dtype) for tensor, gradient in pairs]
 
     def backward(of_value: Gradients) -> Gradients:
         (factor,) = of_value
         assert factor is not None
         return [gradient * factor.to(gradient.dtype) for gradient in gradients]
 
-    return with_backward([value], [tensor for tensor, _ in known], backward)[0]
+    return with_backward([value], [tensor for tensor, _ in pairs], backward)[0]
 
 
 #: Scores from which on a loss is cut into tiles unasked.

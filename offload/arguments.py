@@ -1,32 +1,31 @@
-"""Checks and normalises the arguments of ``OffloadModel``, before any layer is changed, and what enters a model."""
+"""Checks and normalises the arguments of ``OffloadModel``, before any layer is changed."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.forms.quantised import StoredTensor, stored_tensors
-from offload.forms.weight_forms import WeightForm
+from offload.forms.weight_forms import WeightForm, weight_form_of
 from offload.partition import aligned
+from offload.storage import DiskHome
 from offload.streaming.slices import layout
 from pipe.refusals import beyond_layers
-from pipe.torch_private.tracing import transform_under_way
 
 __all__ = [
-    "as_call",
     "check_choices",
     "check_gradient_dtype",
     "check_separate",
     "compute_device",
     "layer_bytes",
     "layers_of",
-    "names_taken",
-    "refuse_transforms",
+    "resident_parameters",
+    "stored_form",
 ]
 
 
@@ -96,6 +95,79 @@ def check_gradient_dtype(gradient_dtype: torch.dtype | None, *, accumulates: boo
         )
 
 
+def resident_parameters(
+    layers: Mapping[str, nn.Module],
+    patterns: str | Sequence[str] | None,
+    offload_device: object,
+    outside: Collection[str],
+) -> set[nn.Parameter]:
+    """The parameters whose names match one of the shell ``patterns``. Those named ``outside`` of layers stay anyway.
+
+    Raises TypeError or ValueError for something else than patterns, one that matches nothing, or parameters that
+    cannot stay: quantised ones, those on the meta device, and all if ``offload_device`` is a home that is kept.
+    """
+    if patterns is None:
+        return set()
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"expected patterns of parameter names such as '*.lora_*', got resident={patterns!r}")
+    found: set[nn.Parameter] = set()
+    stored = stored_tensors(layers.items())
+    for pattern in patterns:
+        matched = [each for each in stored if fnmatchcase(each.name, pattern)]
+        if not matched and not any(fnmatchcase(name, pattern) for name in outside):
+            raise ValueError(
+                f"expected patterns of parameter names, such as {stored[0].name if stored else '0.weight'!r}, got "
+                f"resident={pattern!r}, which matches none of them"
+            )
+        for each in matched:
+            if each.part_of is not None or each.parameter.is_meta:
+                what = "on the meta device" if each.part_of is None else "quantised"
+                raise ValueError(f"parameter {each.name} is {what}, and cannot stay on the compute device (resident)")
+            found.add(each.parameter)
+    if isinstance(offload_device, DiskHome) and offload_device.keep:
+        raise ValueError(
+            f"expected DiskHome(keep=False) with resident={patterns!r}, got keep=True: a kept home would not hold "
+            f"these parameters; use save_checkpoint and load_checkpoint"
+        )
+    return found
+
+
+def stored_form(
+    store_dtype: object,
+    stored: Sequence[StoredTensor],
+    resident: set[nn.Parameter],
+    layers: Iterable[nn.Module],
+    offload_device: object,
+) -> WeightForm | None:
+    """The form in which homes store weights, without ``resident`` ones; None: as they are.
+
+    Raises TypeError or ValueError for a form that is none, that no parameter of ``layers`` could have, or that cannot
+    be combined with them or with the home.
+    """
+    form = weight_form_of(store_dtype)
+    if form is None:
+        return None
+    if isinstance(offload_device, DiskHome) and offload_device.keep:
+        raise ValueError(
+            f"expected DiskHome(keep=False) with store_dtype={store_dtype!r}, got keep=True: a kept home describes one "
+            f"file of weights as they are; use save_checkpoint and load_checkpoint"
+        )
+    streamed = [each.parameter for each in stored if each.part_of is None and each.parameter not in resident]
+    if not any(map(form.stores, streamed)):
+        raise ValueError(
+            f"expected float32 parameters with store_dtype={store_dtype!r}, got none that stream; leave it out, or "
+            f"convert the layers first: model.float()"
+        )
+    sparse = next((m for layer in layers for m in layer.modules() if getattr(m, "sparse", None) is True), None)
+    if sparse is not None:
+        raise ValueError(
+            f"expected dense gradients with store_dtype={store_dtype!r}, got {type(sparse).__name__} with sparse=True: "
+            f"weights are decoded and stored as a whole; make it with sparse=False"
+        )
+    return form
+
+
 def layer_bytes(
     layers: Sequence[nn.Module],
     dtype: torch.dtype | None = None,
@@ -132,34 +204,3 @@ def compute_device(device: Any) -> torch.device:
     elif chosen.type != "cpu":
         raise ValueError(f"expected a CPU or CUDA device to compute on, got device={str(chosen)!r}")
     return chosen
-
-
-def names_taken(layer: nn.Module) -> list[str]:
-    """Names of the arguments of a layer's forward besides the first, in order; none for ``*args`` and ``**kwargs``."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    try:
-        parameters = [p for p in inspect.signature(layer.forward).parameters.values() if p.kind in kinds]
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters[1:]]
-
-
-def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Chunk ``i`` as arguments and keyword arguments of the model. Raises TypeError for what is neither."""
-    if isinstance(chunk, Tensor):
-        return (chunk,), {}
-    if isinstance(chunk, tuple) and len(chunk) == 2:
-        args, kwargs = chunk
-        if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
-            return tuple(args), kwargs
-    raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")
-
-
-def refuse_transforms(tensors: Iterable[Tensor]) -> None:
-    """Raises RuntimeError if a mechanism other than autograd transforms or traces a call on these tensors."""
-    transform = transform_under_way(tensors)
-    if transform is not None:
-        raise RuntimeError(
-            f"an OffloadModel cannot run inside {transform}: its weights are in memory only while their shard "
-            f"runs, which only backward() supports; transform, export or trace the bare module"
-        )

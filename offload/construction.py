@@ -13,14 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device, layers_of
-from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside, with_rest
+from offload.arguments import (
+    check_choices,
+    check_gradient_dtype,
+    check_separate,
+    compute_device,
+    layers_of,
+    resident_parameters,
+    stored_form,
+)
+from offload.blocks.embeddings_and_heads import with_embeddings_and_heads
+from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside
 from offload.blocks.own_forward import OwnForward
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.files.pretrained import Pretrained
 from offload.forms.quantised import check_storable, is_taken_apart, separate, stored_tensors
 from offload.forms.weight_forms import WeightForm
+from offload.layers_in_order import LayersInOrder
 from offload.limits import GAPS_SHARE, MemoryLimits
 from offload.memory import Needs, layout_of, limits_for, memory_of, recomputes
 from offload.mesh.engine import MeshEngine
@@ -32,12 +42,12 @@ from offload.planner.outside import bytes_staying
 from offload.policy import MemoryPolicy, numbers_of
 from offload.public_parameters import PublicParameters
 from offload.rollback import Rollback
-from offload.running import LayersInOrder
 from offload.storage import DiskHome, Tier, home_of, open_tier
 from offload.streaming.current_values import leave_pending_updates, read_current_values
+from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import CopyLanes, open_lanes
 from offload.streaming.layer_homes import make_shards
-from offload.streaming.resident import chosen, chosen_form, resident_shard
+from offload.streaming.resident import resident_shard
 from offload.streaming.shard import round_gradients
 from offload.streaming.streamer import Streamer
 from offload.telemetry.peak import anonymous_bytes
@@ -95,6 +105,72 @@ class Offloaded:
     finalizer: Callable[[], Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """What the arguments stand for. Nothing is opened, and no value has moved."""
+
+    model: nn.Module
+    given: Arguments
+    #: Whether the layers are called one after the other, and not by the model's own forward.
+    in_order: bool
+    #: The layers, or the blocks, by name.
+    layers: Mapping[str, nn.Module]
+    device: torch.device
+    offload_device: torch.device | str | os.PathLike[str]
+    mesh: DeviceMesh | None
+    #: The parameters of layers that stay on the compute device.
+    resident: set[nn.Parameter]
+    #: In which homes store weights; None: as they are.
+    form: WeightForm | None
+    #: None: nothing bounds the memory.
+    memory: MemoryPolicy | None
+    recompute: bool
+
+    def needs(self, layers: Mapping[str, nn.Module], states: int = 0) -> Needs:
+        """The least bytes if these layers stream, with ``states`` of an optimizer for what stays on the device."""
+        outside = [] if self.in_order else modules_outside(self.model, layers).values()
+        ranks = 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
+        return Needs(
+            [*layers.values()],
+            None if self.memory is None else self.memory.slots,
+            device=self.device,
+            on_disk=isinstance(self.offload_device, DiskHome),
+            param_dtype=self.given.param_dtype,
+            outside=bytes_staying(outside, self.resident, self.given.param_dtype, states=states),
+            ranks=ranks,
+            replicas=1 if self.mesh is None else self.mesh.size() // ranks,
+            apart=not self.in_order,
+            form=self.form,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """How the layers are cut into shards."""
+
+    #: What streams, by name: the layers, or the blocks and modules beside them that do not fit on the device.
+    layers: Mapping[str, nn.Module]
+    #: The number of shards, if it does not follow from the memory.
+    num_slices: int | None
+    #: Layers of each shard.
+    cuts: Sequence[int]
+    #: With the slots and bytes that were decided.
+    policy: MemoryPolicy
+    needs: Needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """What holds and copies the bytes of the model; each is closed after a failure."""
+
+    meter: Meter
+    sharding: Sharding | None
+    tier: Tier
+    memory_limits: MemoryLimits | None
+    persistent_home: PersistentHome
+    lanes: CopyLanes
+
+
 def construct(
     model: nn.Module, given: Arguments, undo: contextlib.ExitStack, *, in_order: bool, one_each: bool
 ) -> Offloaded:
@@ -110,7 +186,47 @@ def construct(
     if given.memory is not None:
         import_compiler()  # else the first optimizer does, and what it takes would be measured as the model's
     made_bytes = anonymous_bytes()
-    device, offload_device, num_slices = compute_device(given.device), given.offload_device, given.num_slices
+    checked = _check(model, given, in_order=in_order)
+    cut = _cut(checked, one_each=one_each)
+    stored: Mapping[torch.Tensor, Values] = {}
+    if given.pretrained is not None:
+        files = given.pretrained if isinstance(given.pretrained, Pretrained) else Pretrained(given.pretrained)
+        stored, _ = files.match({"": model})
+    # Not the model, which is one of them: one that is dropped is freed at once.
+    around = weakref.WeakValueDictionary({} if in_order else modules_outside(model, cut.layers))
+    device, dtype = checked.device, given.param_dtype
+    calls = LayersInOrder(cut.layers) if in_order else OwnForward(model, cut.layers, around, device, dtype)
+    # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
+    opened = _open(checked, cut, stored, around, undo)
+    homes = _fill(checked, cut, opened)
+    calls.join(model, homes, opened.persistent_home.values, undo.callback)
+    # Of the homes, to which graphs refer: a backward still runs after the model is collected.
+    shards = [weakref.ref(shard) for shard in homes.shards]
+    close = partial(_close, opened.lanes, opened.tier)
+    finalizer = finalize_here(homes, leave_pending_updates, shards, close)
+    with homes.public.whole():
+        calls.engine = (MeshEngine if homes.public.sharded else Engine)(homes, calls.forwards)
+    homes.run_by(calls.engine)
+    homes.public.recount(homes.shards, calls.engine.held())
+    if checked.memory is not None and opened.memory_limits is not None and checked.recompute:
+        plan_memory(homes, opened.memory_limits, checked.memory, made_bytes)
+    opened.persistent_home.begin()
+    calls.micro_batches = given.num_microbatches
+    return Offloaded(
+        kind=type(model),
+        arguments=_for_a_copy(checked, cut),
+        device=device,
+        memory_limits=opened.memory_limits,
+        persistent_home=opened.persistent_home,
+        homes=homes,
+        calls=calls,
+        finalizer=finalizer,
+    )
+
+
+def _check(model: nn.Module, given: Arguments, *, in_order: bool) -> _Checked:
+    """Raises TypeError or ValueError for arguments that cannot be used with the model."""
+    device = compute_device(given.device)
     if device.type == "cuda":
         complete_copies_of_grad_scalers()  # gradients are in host memory
     if not in_order and isinstance(given.memory, MemoryPolicy) and given.memory.activation_bytes is not None:
@@ -118,208 +234,154 @@ def construct(
             f"expected activation_bytes=None with blocks, got activation_bytes={given.memory.activation_bytes!r}; use "
             f"larger chunks"
         )
-    named: Mapping[str, nn.Module] = layers_of(model) if in_order else find_blocks(model, given.blocks)
-    outside = {} if in_order else parameters_outside(model, named)
-    parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
-    check_storable(parameters, named.values(), device)
+    layers: Mapping[str, nn.Module] = layers_of(model) if in_order else find_blocks(model, given.blocks)
+    outside = {} if in_order else parameters_outside(model, layers)
+    parameters = [(f"{name}.{path}", p) for name, layer in layers.items() for path, p in layer.named_parameters()]
+    check_storable(parameters, layers.values(), device)
     check_storable([(name, p) for name, p in outside.items() if is_taken_apart(p)], [model], device)
-    stored_parts = stored_tensors(named.items())
-    quantised = [each.name for each in stored_parts if each.part_of is not None]
+    stored = stored_tensors(layers.items())
+    quantised = [tensor.name for tensor in stored if tensor.part_of is not None]
     refused: dict[str, Any] = {"a model with quantised weights": quantised or None, "store_dtype=": given.store_dtype}
     mesh = check_mesh(given.mesh, given.gradient_divide_factor, device, refused)
-    staying = chosen(named, given.resident, offload_device, outside)
-    form = chosen_form(given.store_dtype, stored_parts, staying, named.values(), offload_device)
+    resident = resident_parameters(layers, given.resident, given.offload_device, outside)
+    form = stored_form(given.store_dtype, stored, resident, layers.values(), given.offload_device)
     separate([model])
-    plans = num_slices is None and given.checkpoint_activation is None and mesh is None
-    # In another form, values of what streams are not those of what stays.
-    finest = num_slices is None and form is None and given.gradient_dtype is None
-    check_choices(num_slices, given.num_microbatches, given.param_dtype)
+    check_choices(given.num_slices, given.num_microbatches, given.param_dtype)
     check_gradient_dtype(given.gradient_dtype, accumulates=given.accumulate_in_gradient_dtype)
+    plans = given.num_slices is None and given.checkpoint_activation is None and mesh is None
     memory = memory_of(given.memory, plans=plans, mesh=mesh, device=device)
-    recompute = recomputes(memory, given.checkpoint_activation)
-    ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
-    replicas = 1 if mesh is None else mesh.size() // ranks
-    offload_device = home_of(offload_device) or offload_device
-
-    def needs_of(blocks: Mapping[str, nn.Module], states: int = 0) -> Needs:
-        around = [] if in_order else modules_outside(model, blocks).values()
-        return Needs(
-            [*blocks.values()],
-            None if memory is None else memory.slots,
-            device=device,
-            on_disk=home_of(offload_device) is not None,
-            param_dtype=given.param_dtype,
-            outside=bytes_staying(around, staying, given.param_dtype, states=states),
-            ranks=ranks,
-            replicas=replicas,
-            apart=not in_order,
-            form=form,
-        )
-
-    limit = None if memory is None else numbers_of(memory, device)[0]
-    # A kept home is laid out by the blocks, and opened with any memory.
-    if finest and not in_order and limit and not (isinstance(offload_device, DiskHome) and offload_device.keep):
-        named = _with_more(model, named, limit, needs_of, given.resident)
-    check_separate(stored_tensors(named.items()))
-    if one_each if in_order else num_slices is None:
-        num_slices = len(named)
-    needs = needs_of(named)
-    cuts, policy = layout_of(memory, needs, num_slices, given._cuts)
-    stored: Mapping[torch.Tensor, Any] = {}
-    if given.pretrained is not None:
-        files = given.pretrained if isinstance(given.pretrained, Pretrained) else Pretrained(given.pretrained)
-        stored, _ = files.match({"": model})
-    copied = replace(
-        given,
+    return _Checked(
+        model=model,
+        given=given,
+        in_order=in_order,
+        layers=layers,
         device=device,
-        offload_device=offload_device.for_a_copy() if isinstance(offload_device, DiskHome) else offload_device,
-        num_slices=num_slices,
-        checkpoint_activation=recompute,
-        memory=memory,
-        pretrained=None,
-        blocks=None if in_order else BlockNames(tuple(named)),
         mesh=mesh,
+        resident=resident,
+        form=form,
+        memory=memory,
+        recompute=recomputes(memory, given.checkpoint_activation),
+        offload_device=home_of(given.offload_device) or given.offload_device,
     )
-    # Not the model, which is one of them: one that is dropped is freed at once.
-    around = weakref.WeakValueDictionary({} if in_order else modules_outside(model, named))
-    calls = LayersInOrder(named) if in_order else OwnForward(model, named, around, device, given.param_dtype)
+
+
+def _cut(checked: _Checked, *, one_each: bool) -> _Cut:
+    """Raises ValueError if the memory is less than any cut needs, or if parameters that get homes share memory."""
+    given, num_slices = checked.given, checked.given.num_slices
+    layers = _streamed(checked)
+    check_separate(stored_tensors(layers.items()))
+    if one_each if checked.in_order else num_slices is None:
+        num_slices = len(layers)
+    needs = checked.needs(layers)
+    cuts, policy = layout_of(checked.memory, needs, num_slices, given._cuts)
+    return _Cut(layers=layers, num_slices=num_slices, cuts=cuts, policy=policy, needs=needs)
+
+
+def _streamed(checked: _Checked) -> Mapping[str, nn.Module]:
+    """The layers; or the blocks, and of the modules around them those that have to stream for a step to fit."""
+    given, blocks, home = checked.given, checked.layers, checked.offload_device
+    limit = None if checked.memory is None else numbers_of(checked.memory, checked.device)[0]
+    # In another form, values of what streams are not those of what stays.
+    stored_as_given = checked.form is None and given.gradient_dtype is None
+    # A kept home is laid out by the blocks, and opened with any memory.
+    kept = isinstance(home, DiskHome) and home.keep
+    if not limit or checked.in_order or given.num_slices is not None or not stored_as_given or kept:
+        return blocks
+
+    def needed(layers: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
+        return checked.needs(layers, states)([1] * len(layers))
+
+    patterns = [given.resident] if isinstance(given.resident, str) else given.resident or ()
+    more = with_embeddings_and_heads(checked.model, blocks, limit - limit // GAPS_SHARE, needed, patterns)
+    # Without states, as the limit is checked, what stays may take less.
+    return more if needed(more, 0) <= max(limit, needed(blocks, 0) - 1) else blocks
+
+
+def _for_a_copy(checked: _Checked, cut: _Cut) -> Arguments:
+    """The arguments of a copy of the model."""
+    home = checked.offload_device
+    return replace(
+        checked.given,
+        device=checked.device,
+        offload_device=home.for_a_copy() if isinstance(home, DiskHome) else home,
+        num_slices=cut.num_slices,
+        checkpoint_activation=checked.recompute,
+        memory=checked.memory,
+        pretrained=None,
+        blocks=None if checked.in_order else BlockNames(tuple(cut.layers)),
+        mesh=checked.mesh,
+    )
+
+
+def _open(
+    checked: _Checked,
+    cut: _Cut,
+    stored: Mapping[torch.Tensor, Values],
+    around: Mapping[str, nn.Module],
+    undo: contextlib.ExitStack,
+) -> _Opened:
+    """Opens the storage and the lanes, and records the model as it is before its parameters move.
+
+    ``stored``: sources of parameters and buffers that are not read from the model. ``around``: modules that do not
+    stream. Raises TypeError, ValueError or OSError for storage that cannot be used.
+    """
+    given, device, form = checked.given, checked.device, checked.form
     meter = Meter(device)
-    sharding = None if mesh is None else Sharding(mesh, given.gradient_divide_factor, meter, device)
-    tier = open_tier(offload_device, device, keeps=sharding is None)
-    # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
+    sharding = None if checked.mesh is None else Sharding(checked.mesh, given.gradient_divide_factor, meter, device)
+    tier = open_tier(checked.offload_device, device, keeps=sharding is None)
     undo.callback(tier.close)
-    memory_limits = None if memory is None else limits_for(memory, cuts, needs, meter)
-    if memory_limits is not None:
-        undo.callback(memory_limits.release)
-    home = PersistentHome(tier, named, stored, around)
+    limits = None if checked.memory is None else limits_for(checked.memory, cut.cuts, cut.needs, meter)
+    if limits is not None:
+        undo.callback(limits.release)
+    home = PersistentHome(tier, cut.layers, stored, around)
     # With a mesh, homes do not hold whole values to restore.
-    every = {*model.parameters()}
+    every = {*checked.model.parameters()}
     replaced = {*home.values} if sharding is None else every
     if form is not None:
         replaced |= {p for p in every if form.stores(p) and not p.is_meta}  # homes round them
-    undo.callback(Rollback(model, replaced).restore)
+    undo.callback(Rollback(checked.model, replaced).restore)
     # A copy that changes the type is converted on the host, which must not block this thread.
     blocking = tier.blocking_io or given.param_dtype is not None or form is not None
     lanes = sharding.open_lanes(device) if sharding else open_lanes(device, blocking_io=blocking)
     undo.callback(lanes.close)
-    homes = _homes_of(
-        named,
-        cuts,
-        home.values,
-        given,
-        sharding,
-        staying=staying,
-        form=form,
-        policy=policy,
-        device=device,
-        tier=tier,
-        lanes=lanes,
-        meter=meter,
-        recompute=recompute,
-        layers_apart=not in_order,
-    )
-    calls.join(model, homes, home.values, undo.callback)
-    # Of the homes, to which graphs refer: a backward still runs after the model is collected.
-    shards = [weakref.ref(shard) for shard in homes.shards]
-    close = partial(_close, lanes, tier)
-    finalizer = finalize_here(homes, leave_pending_updates, shards, close)
-    with homes.public.whole():
-        calls.engine = (MeshEngine if homes.public.sharded else Engine)(homes, calls.forwards)
-    homes.run_by(calls.engine)
-    homes.public.recount(homes.shards, calls.engine.held())
-    if memory is not None and memory_limits is not None and recompute:
-        plan_memory(homes, memory_limits, memory, made_bytes)
-    home.begin()
-    calls.micro_batches = given.num_microbatches
-    return Offloaded(
-        kind=type(model),
-        arguments=copied,
-        device=device,
-        memory_limits=memory_limits,
-        persistent_home=home,
-        homes=homes,
-        calls=calls,
-        finalizer=finalizer,
-    )
+    return _Opened(meter=meter, sharding=sharding, tier=tier, memory_limits=limits, persistent_home=home, lanes=lanes)
 
 
-def _homes_of(
-    layers: Mapping[str, nn.Module],
-    cuts: Sequence[int],
-    values: Mapping[torch.Tensor, Values],
-    given: Arguments,
-    sharding: Sharding | None,
-    *,
-    staying: set[nn.Parameter],
-    form: WeightForm | None,
-    policy: MemoryPolicy,
-    device: torch.device,
-    tier: Tier,
-    lanes: CopyLanes,
-    meter: Meter,
-    recompute: bool,
-    layers_apart: bool,
-) -> ModelHomes:
-    """Moves the parameters of ``layers`` to their homes, in shards of ``cuts`` layers, and buffers to the device.
-
-    ``values`` are the sources of parameters and buffers that are not read from the layers.
-    """
-    resident, dtype = resident_shard(layers, staying, len(cuts), device), given.param_dtype
+def _fill(checked: _Checked, cut: _Cut, opened: _Opened) -> ModelHomes:
+    """Moves the parameters of layers to their homes, and their buffers to the device."""
+    given, layers, device, sharding = checked.given, [*cut.layers.items()], checked.device, opened.sharding
+    tier, lanes, meter, values = opened.tier, opened.lanes, opened.meter, opened.persistent_home.values
+    resident = resident_shard(cut.layers, checked.resident, len(cut.cuts), device)
     if resident is not None and resident.home is not None:
         meter.hold(resident.home.nbytes)
     if sharding is None:
-        shards = make_shards([*layers.items()], cuts, tier, dtype, values, resident, form)
+        shards = make_shards(layers, cut.cuts, tier, given.param_dtype, values, resident, checked.form)
     else:
-        shards = sharding.make_shards([*layers.items()], cuts, tier, dtype, values, resident)
+        shards = sharding.make_shards(layers, cut.cuts, tier, given.param_dtype, values, resident)
     if given.gradient_dtype is not None:
         round_gradients(shards, given.gradient_dtype, accumulates=given.accumulate_in_gradient_dtype)
-    move_buffers(layers.values(), device)
+    move_buffers(cut.layers.values(), device)
+    offload_of: Callable[..., GradientOffload] = GradientOffload if sharding is None else sharding.gradient_offload
     streamer = Streamer(
         shards,
-        slots=policy.slots or 2,
+        offload_of(shards, device=device, tier=tier, lane=lanes.drain, meter=meter),
+        slots=cut.policy.slots or 2,
         device=device,
         tier=tier,
         lanes=lanes,
         meter=meter,
-        own_slots=layers_apart,  # an embedding beside blocks is much larger than they are
+        own_slots=not checked.in_order,  # an embedding beside blocks is much larger than they are
     )
-    if sharding is not None:
-        streamer.gradient_offload = sharding.gradient_offload(
-            shards, lane=lanes.drain, device=device, tier=tier, meter=meter
-        )
     read_current_values(shards, streamer)
     return ModelHomes(
-        shards,
+        streamer,
         resident,
         PublicParameters() if sharding is None else sharding.public(shards),
-        streamer,
-        policy=policy,
-        device=device,
-        tier=tier,
-        lanes=lanes,
-        meter=meter,
-        recompute=recompute,
-        param_dtype=dtype,
-        layers_apart=layers_apart,
+        policy=cut.policy,
+        recompute=checked.recompute,
+        param_dtype=given.param_dtype,
+        layers_apart=not checked.in_order,
     )
-
-
-def _with_more(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    limit: int,
-    needs_of: Callable[..., Needs],
-    resident: str | Sequence[str] | None,
-) -> Mapping[str, nn.Module]:
-    """``blocks``, and of the modules around them those that have to stream for a step to fit in ``limit`` bytes."""
-
-    def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
-        return needs_of(blocks, states)([1] * len(blocks))
-
-    patterns = [resident] if isinstance(resident, str) else resident or ()
-    found = with_rest(model, blocks, limit - limit // GAPS_SHARE, needed, patterns)
-    # Without states, as the limit is checked, what stays may take less.
-    return found if needed(found, 0) <= max(limit, needed(blocks, 0) - 1) else blocks
 
 
 def _close(lanes: Any, tier: Any) -> None:

@@ -102,7 +102,7 @@ def check_place(place: torch.device, asked: int | None, needs: int, advice: str)
             f"memory={shown_bytes(asked)} is more than the {shown_bytes(there)} of {name} that this machine has; pass "
             f"less, or 'auto' for what is free",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=6,  # where offload() was called
         )
 
 

@@ -23,12 +23,6 @@ from offload.storage.buffer import empty_on_host
 
 __all__ = ["adapted", "build_model", "init_empty_weights", "names_of_transformers"]
 
-# Maps the names of tensors in a checkpoint of transformers to those of the model, as that library's loading does.
-#
-# Checkpoints have the names of the release that first wrote them (``LayerNorm.gamma``), and ``save_pretrained`` writes
-# those again. transformers renames tensors while it reads them. For some families it also merges, splits or transposes
-# tensors, which is refused here, since each is read straight into its home.
-
 #: Buffers that older releases stored. transformers skips them for models that have one of the same name.
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
@@ -36,7 +30,10 @@ _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 def names_of_transformers(model: nn.Module, stored: Collection[str]) -> KeyMap:
     """Maps ``stored`` names to those of ``model``, or to None for tensors that transformers skips.
 
-    Names of models that are not of transformers stay as they are.
+    Checkpoints have the names of the release that first wrote them (``LayerNorm.gamma``), and ``save_pretrained``
+    writes those again. transformers renames tensors while it reads them. For some families it also merges, splits or
+    transposes tensors, which is refused here, since each is read straight into its home. Names of models that are not
+    of transformers stay as they are.
 
     Raises ValueError if transformers would convert the values of some tensors.
     """
@@ -115,12 +112,6 @@ def keep_wide(model: nn.Module, dtype: torch.dtype) -> None:
                     tensor.data = tensor.data.to(wide)
 
 
-# --- Builds a model whose parameters take no memory, for a checkpoint that is read into their homes ------------------
-#
-# Under ``torch.device("meta")`` buffers have no values either, and those that no checkpoint holds (rotary frequencies,
-# position numbers) could not be computed again. Here only parameters are on the meta device.
-
-
 class _EmptyOnHost(TorchFunctionMode):
     """Layers make their weights by ``torch.empty`` and drop them once the parameters are on the meta device.
 
@@ -141,6 +132,9 @@ class _EmptyOnHost(TorchFunctionMode):
 @contextlib.contextmanager
 def init_empty_weights() -> Iterator[None]:
     """A context in which modules are built with parameters on the meta device, and buffers with their values.
+
+    Under ``torch.device("meta")`` buffers have no values either, and those that no checkpoint holds (rotary
+    frequencies, position numbers) could not be computed again.
 
     Such a model takes no memory until ``OffloadModel(model, ..., pretrained=path)`` gives it a home. A parameter of
     which no file has the value is initialised there, by the calls that the code has made here. Concerns modules

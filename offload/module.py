@@ -20,7 +20,7 @@ from offload.streaming.stored_values import StoredValues, defers_values, stored_
 __all__ = ["refuse_copies", "refuse_moves", "show_values", "store_values"]
 
 
-def show_values(homes: ModelHomes, found: dict[str, Any]) -> None:
+def show_values(homes: ModelHomes, state_dict: dict[str, Any]) -> None:
     """Replaces what homes store in a form by the values: copies, which later steps do not change."""
     formed = [(shard, s) for shard in homes.shards for s in shard.formed]
     if not formed:
@@ -30,11 +30,11 @@ def show_values(homes: ModelHomes, found: dict[str, Any]) -> None:
     else:
         exact = [shard for shard in homes.shards if any(s.form and s.form.exact for s in shard.formed)]
         by_address = dict(values_in_full(exact, homes.tier))
-    for name, view in found.items():
+    for name, view in state_dict.items():
         if isinstance(view, Tensor) and not isinstance(view, nn.Parameter) and view.dtype == torch.bfloat16:
             values = by_address.get(view.data_ptr())
             if values is not None and values.shape == view.shape:
-                found[name] = values
+                state_dict[name] = values
 
 
 def store_values(homes: ModelHomes, model: nn.Module, state_dict: Any, prefix: str) -> None:
@@ -53,8 +53,10 @@ def store_values(homes: ModelHomes, model: nn.Module, state_dict: Any, prefix: s
         state_dict[prefix + name] = p.detach()
         written[p] += 1
     for shard in homes.shards:
-        if shard.sealed is not None:  # the modules increment each version once
-            shard.sealed = tuple(v + written[s.parameter] for s, v in zip(shard.formed, shard.sealed, strict=True))
+        if shard.form_versions is not None:  # the modules increment each version once
+            shard.form_versions = tuple(
+                v + written[s.parameter] for s, v in zip(shard.formed, shard.form_versions, strict=True)
+            )
 
 
 def refuse_moves(model: nn.Module, fn: Callable[[Tensor], Tensor], device: torch.device, tier: Tier) -> None:

@@ -97,17 +97,17 @@ class PublicParameters:
         """The ``number`` of each rank, at a point that all of them reach: the begin of ``what``."""
         return [number]
 
-    def held_elsewhere(self, known: Counter[nn.Parameter]) -> bool:
+    def held_elsewhere(self, references: Counter[nn.Parameter]) -> bool:
         """Whether code outside of the engine holds parameters, their gradients or memory of their homes.
 
-        ``known``: the parameters to check, and how often optimizers hold each. Unclear cases count as held; the cost is
-        an update that does not overlap with the next forward.
+        ``references``: the parameters to check, and how often optimizers hold each. Unclear cases count as held; the
+        cost is an update that does not overlap with the next forward.
         """
-        for parameter, held in known.items():
+        for parameter, held in references.items():
             ours = self._ours.get(parameter)
             if ours is None:
                 continue  # it stays on the compute device, where updates are never pending
-            ours += held + 1  # ``known`` itself
+            ours += held + 1  # ``references`` itself
             ours += BY_GRAPHS if native_uses(parameter) > 1 else 0
             if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
                 return True

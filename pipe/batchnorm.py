@@ -29,7 +29,7 @@ from pipe.turn import TakesTurns
 
 __all__ = ["DeferredBatchNorm", "mini_batch"]
 
-# The current mini-batch of this context: a list of its own, of its number of micro-batches.
+#: The current mini-batch of this context: a list of its own, of its number of micro-batches.
 _under_way: ContextVar[list[int] | None] = ContextVar("_under_way", default=None)
 
 

@@ -97,21 +97,14 @@ class Situation:
         fits = itertools.takewhile(lambda total: total <= (self.host_bytes or 0), each)
         return {j: self.home_bytes[j] for j, _ in enumerate(fits)}
 
-    def step_model(self, limit_bytes: int) -> StepModel:
-        """The model of a step for a limit, on which the optimizer's buffers depend."""
-        shards, rates, resting, count = self.shards, self.rates, self.resting, len(self.shards)
-        gradients, on_host = [s.gradients for s in shards], self.host_bytes is None
-        first = next((j for j, nbytes in enumerate(gradients) if nbytes), count)
-        share = sum(self.rows) / len(self.rows) / self.rows[0]
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds of each shard's work at the rates, and of a byte on each lane."""
+        rates, share = self.rates, sum(self.rows) / len(self.rows) / self.rows[0]
         forward = [share * (w.forward_flops / rates.flops + w.forward_bytes / rates.touched_bytes) for w in self.works]
         kept = [share * (w.backward_flops / rates.flops + w.backward_bytes / rates.touched_bytes) for w in self.works]
         link = 1 / rates.to_device_bytes if rates.to_device_bytes else 0.0
-        boundaries = [0, *(w.input_bytes for w in self.works[1:]), self.works[-1].output_bytes]
-
-        def size(shard: int, rows: float) -> int:
-            return int(boundaries[shard] * rows // self.rows[0])
-
-        costs = Costs(
+        return Costs(
             forward=forward,
             backward=[a + b for a, b in zip(forward, kept, strict=True)],
             kept_backward=kept,
@@ -123,16 +116,21 @@ class Situation:
             update_in_memory=1 / rates.memory_update_bytes,
             boundary=max(1 / rates.write_bytes, link),
         )
-        buffers = 0
-        if self.states and on_host:
-            largest = max(s.home for s in shards)
-            # States of small parameters, which are stored in full, do not count.
-            stored = StoredStates(largest, rates.state_share, count=rates.states, rounded=False)
-            buffers = stored.buffer_bytes(stored.update_block_bytes(limit_bytes // BUFFERS_SHARE))
+
+    def step_model(self, limit_bytes: int) -> StepModel:
+        """The model of a step for a limit, on which the optimizer's buffers depend."""
+        shards, resting, count = self.shards, self.resting, len(self.shards)
+        gradients, on_host = [s.gradients for s in shards], self.host_bytes is None
+        first = next((j for j, nbytes in enumerate(gradients) if nbytes), count)
+        boundaries = [0, *(w.input_bytes for w in self.works[1:]), self.works[-1].output_bytes]
+
+        def size(shard: int, rows: float) -> int:
+            return int(boundaries[shard] * rows // self.rows[0])
+
         return StepModel(
             shards=count,
             first=first,
-            costs=costs,
+            costs=self.costs,
             updates=Updates(pending=frozenset(range(first, count))),
             gradient_bytes=gradients,
             rows=self.rows,
@@ -144,7 +142,7 @@ class Situation:
             slot_bytes=[s.slot for s in shards],
             own_slots=self.apart,
             loaded_bytes=[s.loaded for s in shards],
-            buffer_bytes=buffers,
+            buffer_bytes=self._buffer_bytes(limit_bytes),
             resting_bytes={
                 j: s.home + math.ceil(self.states * s.own_gradients)
                 for j, s in enumerate(shards)
@@ -155,6 +153,15 @@ class Situation:
             in_host=frozenset(resting),
             updated_at_step=frozenset(resting),
         )
+
+    def _buffer_bytes(self, limit_bytes: int) -> int:
+        """Bytes of the buffers of an optimizer on the host."""
+        if not self.states or self.host_bytes is not None:
+            return 0
+        largest = max(s.home for s in self.shards)
+        # States of small parameters, which are stored in full, do not count.
+        stored = StoredStates(largest, self.rates.state_share, count=self.rates.states, rounded=False)
+        return stored.buffer_bytes(stored.update_block_bytes(limit_bytes // BUFFERS_SHARE))
 
     def at(self, limit_bytes: int) -> Prediction | None:
         """The fastest plan that fits in a limit; None where nothing fits."""

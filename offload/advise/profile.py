@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from offload.advise.sources import Source, failing
 from offload.arguments import layer_bytes
-from offload.engine.observed import Recorder
+from offload.engine.recorder import Recorder
 from offload.engine.sizes import bytes_of_boundary
 from offload.partition import cut_within
 from offload.planning.memory_profile import SavedTensor

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import as_call, refuse_transforms
-from offload.blocks.body import StreamedForward, own_forward
 from offload.blocks.find import parameters_outside
+from offload.blocks.streamed_forward import StreamedForward, own_forward
+from offload.calls import as_call, refuse_transforms
 from offload.engine.chunks import run_chunks
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
@@ -48,9 +48,9 @@ def place_outside(modules: Mapping[str, nn.Module], device: torch.device, values
                 p.data = torch.empty_like(p, device="cpu")
         materializer.allocate_module(path, module)
         materializer.fill()
-        for here in module._parameters.values():
-            if here is not None and not is_taken_apart(here, [module]):
-                here.data = here.data.to(device)
+        for parameter in module._parameters.values():
+            if parameter is not None and not is_taken_apart(parameter, [module]):
+                parameter.data = parameter.data.to(device)
         for p, gradient in gradients:
             p.grad = None if gradient is None else gradient.to(device)
         for key, buffer in module._buffers.items():
@@ -106,10 +106,10 @@ class OwnForward:
         place_outside(self.around, self.device, values)
         outside = parameters_outside(model, self.named)
         homes.public.replicate(outside, self.around.values())
-        staying = set(outside.values())
+        around = set(outside.values())
         # With a mesh, no parameter is taken apart.
         stored = [] if homes.public.sharded else stored_tensors([("", model)])
-        parts = [each for each in stored if each.part_of is not None and each.part_of in staying]
+        parts = [each for each in stored if each.part_of is not None and each.part_of in around]
         for each in parts:
             for tensor in (each.parameter, *each.aliases):
                 tensor.data = tensor.data.to(self.device)
@@ -131,7 +131,7 @@ class OwnForward:
     def run(self, model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs of a call of the model."""
         self._check_model()
-        call = self._brought((inputs, self._without_cache(kwargs)))
+        call = self._on_device((inputs, self._without_cache(kwargs)))
         forward_on, count = partial(self._forward, model), self.micro_batches
         one = count == 1
         chunks = [call] if one else split_nested(call, count)
@@ -198,7 +198,7 @@ class OwnForward:
 
         def forward(chunk: Any) -> Any:
             args, kwargs = as_call(0, chunk if input_fn is None else input_fn(chunk))
-            output = self._forward(model, self._brought((args, self._without_cache(kwargs))))
+            output = self._forward(model, self._on_device((args, self._without_cache(kwargs))))
             return output if output_fn is None else output_fn(output)
 
         engine = self.engine
@@ -216,7 +216,7 @@ class OwnForward:
             "with blocks; pass the rows of a chunk (chunk_sizes=) instead of 'auto'"
         )
 
-    def _brought(self, value: Any) -> Any:
+    def _on_device(self, value: Any) -> Any:
         """A value whose tensors are on the compute device, and in the type that the model computes in."""
         if not all(x.device == self.device for x in tensors_of_call(value)):
             value = map_tensors(lambda x: x.to(self.device), value)

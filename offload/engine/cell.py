@@ -177,12 +177,7 @@ class Cell:
         if selected is not None and watch.selected is not None:
             watch.selected(selected.nbytes)
         if visit.wrote and not views:
-            block.keeps = True
-            raise RuntimeError(
-                f"the layers of {block.name} wrote their own parameters while they ran, for the first time after "
-                f"forwards in which they did not, and a recomputation would write other values; discard this forward, "
-                f"restore the parameters and run it again: graphs of these layers are kept from now on"
-            )
+            self._refuse_writes()
         if len(visit.written) > written:
             # A second run would write the weights again. So the run is undone, and repeated with its graph kept.
             block.keeps = True
@@ -194,6 +189,14 @@ class Cell:
         if not copied and block.inputs.writes(known.modes):
             block.inputs.refuse(known.modes)
         return output
+
+    def _refuse_writes(self) -> None:
+        self.block.keeps = True
+        raise RuntimeError(
+            f"the layers of {self.block.name} wrote their own parameters while they ran, for the first time after "
+            f"forwards in which they did not, and a recomputation would write other values; discard this forward, "
+            f"restore the parameters and run it again: graphs of these layers are kept from now on"
+        )
 
     def _noted(self, call: Run, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A run of which it is noted what the block writes into its input and its weights."""

@@ -26,11 +26,10 @@ from offload.public_parameters import PublicParameters
 from offload.storage import Tier
 from offload.storage.buffer import has_own_memory
 from offload.storage.host import DeviceTier, HostTier
-from offload.streaming.lane import CopyLanes, error_context
+from offload.streaming.lane import error_context
 from offload.streaming.moves import move_homes
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
-from offload.telemetry.statistics import Meter
 from pipe.process import check_process
 from pipe.torch_private.autograd import outside_inference_mode
 
@@ -72,32 +71,27 @@ class ModelHomes:
 
     def __init__(
         self,
-        shards: list[Shard],
+        streamer: Streamer,
         resident: Shard | None,
         public: PublicParameters,
-        streamer: Streamer,
         *,
         policy: MemoryPolicy,
-        device: torch.device,
-        tier: Tier,
-        lanes: CopyLanes,
-        meter: Meter,
         recompute: bool,
         param_dtype: torch.dtype | None,
         layers_apart: bool,
     ) -> None:
-        self.shards, self.resident, self.public, self.streamer = shards, resident, public, streamer
+        self.streamer, self.resident, self.public = streamer, resident, public
+        self.shards, self.device, self.meter = streamer.shards, streamer.device, streamer.meter
+        self.tier, self.lanes = streamer.tier, streamer.lanes
         #: Names of the quantised parameters.
-        self.quantised = {s.part_of: s.name for shard in shards for s in shard.own if s.part_of is not None}
-        self.device, self.meter = device, meter
+        self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
         streamer.gradient_offload.kept_bytes = policy.gradient_bytes or 0
         #: The type of floating-point parameters in slots; None: that in storage.
         self.param_dtype = param_dtype
-        #: Storage of the homes, and what copies.
-        self.tier, self.lanes = tier, lanes
+        own_memory = has_own_memory(self.device)
         #: Where shards rest that are not at home: in host memory, or on a device that has memory of its own.
-        self._memory = HostTier(device)
-        self._on_device = DeviceTier(device) if has_own_memory(device) else None
+        self._memory = HostTier(self.device)
+        self._on_device = DeviceTier(self.device) if own_memory else None
         #: Bytes of shards that rest on such a device.
         self._device_bytes = 0
         #: What the model may hold, with all bytes decided.
@@ -109,8 +103,8 @@ class ModelHomes:
             self.shards,
             policy=policy,
             recompute=recompute,
-            spills=tier.scratch() is not None,
-            on_host=not has_own_memory(device),
+            spills=self.tier.scratch() is not None,
+            on_host=not own_memory,
             apart=layers_apart,
         )
         self.assigned_data = AssignedData([*self.shards, *([] if self.resident is None else [self.resident])])
@@ -249,8 +243,8 @@ class ModelHomes:
             for shard in self.shards:
                 shard.in_place = shard.index in in_place
             self.streamer.homes_moved()
-            if (native := self._engine()) is not None:
-                native.observe()
+            if (engine := self._engine()) is not None:
+                engine.observe()
             for optimizer in optimizers:
                 optimizer.reserve_buffers()
             there = [each.weights + each.states for each in self.bytes_in_memory()]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.engine.engine import Engine
-from offload.engine.observed import Recorder
+from offload.engine.recorder import Recorder
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.replay import trial
 

@@ -31,7 +31,7 @@ class SizesSeen:
 
     def add(self, j: int, rows: float, nbytes: int) -> None:
         """Adds one."""
-        remember(self._seen, (j, rows), nbytes, each=self._shards)
+        remember(self._seen, (j, rows), nbytes, per_size=self._shards)
 
     def now(self) -> Sizes:
         """Those of any rows, from those seen so far; 0 if unknown."""

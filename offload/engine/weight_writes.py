@@ -41,7 +41,7 @@ class AssignedData:
                 parameters that only an optimizer of this package writes (``store_dtype``).
         """
         for shard in self._shards:
-            if shard.sealed is not None:
+            if shard.form_versions is not None:
                 check_seal(shard)
         # By functions of C, since each pass asks.
         at = [*map(Tensor.data_ptr, [s.parameter for s in self._stored])]

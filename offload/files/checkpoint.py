@@ -42,8 +42,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.files.index import INDEX, read_index
 from offload.files.parts import PARTS, StoredParts, named_states, on_all, ranks_of, write_parts
-from offload.files.save_folder import INDEX, Save, read_index
+from offload.files.save_folder import Save
 from offload.files.tensor_file import open_tensors, write_tensors
 from offload.forms.quantised import state_in_parts
 from offload.optim import OffloadOptimizer

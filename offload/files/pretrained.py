@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.files.save_folder import read_index
+from offload.files.index import read_index
 from offload.files.tensor_file import StoredTensor, open_tensors
 from offload.forms.quantised import part_names
 

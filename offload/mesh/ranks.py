@@ -61,23 +61,21 @@ if TYPE_CHECKING:
 __all__ = ["CPU", "HOST", "Ranks", "Transport", "check_devices", "transport_for"]
 
 
-# --- Where ranks exchange parameters and gradients: in host memory by gloo, or in the memory of their GPUs by nccl ---
-#
-# ::
-#
-#     host      home --> staging area --gloo--> staging area --> slot               all in host memory
-#     device    home --> staging area --nccl--> staging area --> slot               the staging area is on the GPU
-#
-# On a device all of it is queued on the stream of the lane of ranks. Homes are read through the page-locked memory of
-# their tier, as without a mesh. Messages about plans, and which gradients there are, are bytes of the host in both
-# cases and sent by gloo, so no rank waits for its device to compare them.
-
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Transport:
-    """How the lane of ranks moves bytes.
+    """How ranks exchange parameters and gradients: in host memory by gloo, or in the memory of their GPUs by nccl.
+
+    ::
+
+        host      home --> staging area --gloo--> staging area --> slot        all in host memory
+        device    home --> staging area --nccl--> staging area --> slot        the staging area is on the GPU
+
+    On a device all of it is queued on the stream of the lane of ranks. Homes are read through the page-locked memory of
+    their tier, as without a mesh. Messages about plans, and which gradients there are, are bytes of the host in both
+    cases and sent by gloo, so no rank waits for its device to compare them.
 
     Args:
         device: of the staging area, and of what collectives move.

@@ -16,7 +16,7 @@ files treat it as any other parameter. What users see is a third, see :mod:`offl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,12 +85,12 @@ class MeshShard(Shard):
 
     def _read(self, memory: Tensor, begin: int) -> None:
         """Fills ``memory`` with what this rank sends, from the byte ``begin`` on."""
-        rank, borrowed = self.ranks.rank, len(self.own)
+        rank, own = self.ranks.rank, len(self.own)
         if self.home is not None and begin < self.home.nbytes:
             self.home.read_into(memory[: self.home.nbytes - begin], begin)
-        loaned, offsets = self.parts[borrowed:], self.offsets[borrowed:]
-        for cut in cuts_between(loaned, offsets, begin, begin + memory.numel()):
-            part, (owner, there) = loaned[cut.number], self.loans[cut.number]
+        parts, offsets = self.parts[own:], self.offsets[own:]
+        for cut in cuts_between(parts, offsets, begin, begin + memory.numel()):
+            part, (owner, there) = parts[cut.number], self.borrowed[cut.number]
             cut.sent(part, rank, memory).copy_(cut.at_rank(part, rank, part.flat(owner.home_view(there))))
 
     def copies(self, position: int) -> bool:
@@ -187,25 +187,13 @@ def make_mesh_shards(
     stored = dict(whole_parts)
     first = 0
     for index, count in enumerate(cuts):
-        part_of_layers = layers[first : first + count]
-        bare = {p for _, module in part_of_layers for p in module.parameters() if p.is_meta}
-        for name, module in part_of_layers:
-            materializer.allocate(name, module)
-        used = {each.parameter: each for each in stored_tensors(part_of_layers)}
+        named = layers[first : first + count]
+        used = _materialized(index, named, materializer, stored)
         new, borrowed = [p for p in used if p not in stored], [p for p in used if p in stored]
-        if len(bare) > len(new):
-            raise ValueError(
-                f"shard {index} uses parameters on the meta device that an earlier shard stores (tied layers): with "
-                f"mesh= they would be initialised twice; build these layers on the CPU"
-            )
-        for whole in new:
-            if not materializer.has_values(whole):
-                whole.data = torch.empty_like(whole)  # what a file replaces is still needed if the construction fails
-        materializer.fill()
-        shard = MeshShard(index, first, [module for _, module in part_of_layers], tier=tier, ranks=ranks)
+        shard = MeshShard(index, first, [layer for _, layer in named], tier=tier, ranks=ranks)
         # Again, since parameters on the meta device were replaced.
-        own = [s for name, module in part_of_layers for s in places.add(name, module)]
-        shard.loans = [stored[p][:2] for p in borrowed]
+        own = [s for name, layer in named for s in places.add(name, layer)]
+        shard.borrowed = [stored[p][:2] for p in borrowed]
         shard.parts = [Part.of(s.name, s.parameter, ranks.count) for s in own] + [stored[p][2] for p in borrowed]
         shard.offsets, shard.part_bytes = offsets_of(shard.parts)
         nbytes = offsets_of(shard.parts[: len(own)])[1]
@@ -214,17 +202,8 @@ def make_mesh_shards(
         slices, shard.slot_bytes = layout([used[p] for p in (*new, *borrowed)], dtype=dtype)
         shard.slices = [replace(s, stride=part.stride) for s, part in zip(slices, shard.parts, strict=True)]
         for s, whole, part in zip(own, new, shard.parts, strict=False):
-            begin, end = part.span(ranks.rank)
-            one = nn.Parameter(whole.detach()[begin:end], whole.requires_grad)
-            mine = replace(s, parameter=one, offset=s.offset - own[0].offset)
-            shard.own.append(mine)
-            stored[whole] = shard, mine, part
-            home = shard.home_view(mine)
-            home.copy_(one.detach())
-            one.data = home
-            if whole.grad is not None:
-                one.grad, whole.grad = whole.grad[begin:end].clone(), None
-            whole.data = without_memory(whole)
+            place = replace(s, offset=s.offset - own[0].offset)
+            stored[whole] = shard, _move_part(shard, whole, part, place), part
         if shard.home is not None:
             ranks.copy_first_replica(shard.home.tensor)
         shards.append(shard)
@@ -232,3 +211,45 @@ def make_mesh_shards(
     if weights is not None:
         tier.weights_are_written(weights)
     return shards
+
+
+def _materialized(
+    index: int,
+    layers: Sequence[tuple[str, nn.Module]],
+    materializer: Materializer,
+    stored: Container[nn.Parameter],
+) -> dict[nn.Parameter, StoredTensor]:
+    """The parameters of the layers of one shard, with whole values; ``stored`` are those of earlier shards.
+
+    Raises ValueError if one of these was on the meta device.
+    """
+    bare = {p for _, layer in layers for p in layer.parameters() if p.is_meta}
+    for name, layer in layers:
+        materializer.allocate(name, layer)
+    used = {each.parameter: each for each in stored_tensors(layers)}
+    new = [p for p in used if p not in stored]
+    if len(bare) > len(new):
+        raise ValueError(
+            f"shard {index} uses parameters on the meta device that an earlier shard stores (tied layers): with "
+            f"mesh= they would be initialised twice; build these layers on the CPU"
+        )
+    for p in new:
+        if not materializer.has_values(p):
+            p.data = torch.empty_like(p)  # what a file replaces is still needed if the construction fails
+    materializer.fill()
+    return used
+
+
+def _move_part(shard: MeshShard, whole: nn.Parameter, part: Part, place: Slice) -> Slice:
+    """Moves this rank's part of a parameter, and of its gradient, to its ``place`` at home; returns its slice there."""
+    begin, end = part.span(shard.ranks.rank)
+    own = nn.Parameter(whole.detach()[begin:end], whole.requires_grad)
+    s = replace(place, parameter=own)
+    shard.own.append(s)
+    home = shard.home_view(s)
+    home.copy_(own.detach())
+    own.data = home
+    if whole.grad is not None:
+        own.grad, whole.grad = whole.grad[begin:end].clone(), None
+    whole.data = without_memory(whole)
+    return s

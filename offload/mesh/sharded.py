@@ -293,20 +293,20 @@ class MeshParameters(PublicParameters):
         assert stored is not None
         return sys.getrefcount(stored), storage_uses(stored), *self._references([shown]).values()
 
-    def held_elsewhere(self, known: Counter[nn.Parameter]) -> bool:
+    def held_elsewhere(self, references: Counter[nn.Parameter]) -> bool:
         """Whether other code holds DTensors, their gradients or views of homes, and may read them at any time.
 
-        ``known``: the parameters to check, and how often optimizers hold each.
+        ``references``: the parameters to check, and how often optimizers hold each.
         """
-        now = self._references(known)
+        now = self._references(references)
         # A graph, such as that of a loss which is still there, has a leaf but not its value: one more owner in C++. A
         # graph that has saved the value is another owner.
-        in_graphs = {id(shown): BY_GRAPHS if native_uses(shown) == _WITH_A_GRAPH else 0 for shown in known}
-        for key, held in [(id(shown), held) for shown, held in known.items()]:
+        in_graphs = {id(shown): BY_GRAPHS if native_uses(shown) == _WITH_A_GRAPH else 0 for shown in references}
+        for key, held in [(id(shown), held) for shown, held in references.items()]:
             count, *others = self._known[key]
             if now[key] != (count + held + in_graphs[key], *others):
                 return True
-        for p in (self._forms[shown] for shown in known):
+        for p in (self._forms[shown] for shown in references):
             if p.shown.grad is not None and (
                 self._shown_gradient(p) is None or self._gradient_references(p) != p.gradient_references
             ):

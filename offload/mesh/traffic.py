@@ -36,21 +36,19 @@ def widened(parts: Iterable[Part]) -> list[Part]:
     return [replace(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in parts]
 
 
-# --- Counts what ranks hold on a GPU to exchange parameters and gradients, for plans under a limit of its memory -----
-#
-# ::
-#
-#     staging area            from the first load on: what one collective sends and receives
-#     drain of shard j        until the next one: whole gradients; this rank's part of their sums, in float32 at least;
-#                             and its part of the means of the shard before, which is being copied home
-#     end of a backward       of what each rank stores whole: all sums, and their means of 16 bits
-#
-# On the CPU all of this is in host memory, where steps are measured before their plan is chosen.
-
-
 @dataclass(frozen=True)
 class ExchangeBytes:
-    """Bytes on the compute device of one rank."""
+    """Bytes on a GPU by which one rank exchanges parameters and gradients, for plans under a limit of its memory.
+
+    ::
+
+        staging area           from the first load on: what one collective sends and receives
+        drain of shard j       until the next one: whole gradients; this rank's part of their sums, in float32 at
+                               least; and its part of the means of the shard before, which is being copied home
+        end of a backward      of what each rank stores whole: all sums, and their means of 16 bits
+
+    On the CPU all of this is in host memory, where steps are measured before their plan is chosen.
+    """
 
     #: From the first load on.
     staging: int

@@ -42,12 +42,9 @@ from pipe.torch_private.autograd import outside_inference_mode
 
 __all__ = ["DiskParamBlock", "group_slices"]
 
-# States of one update are allocated as one block of storage. Only dense states are stored in files: what counts steps,
-# and states that are sparse, stay in memory.
-
 
 def is_stored(value: Any) -> bool:
-    """Whether a state is stored in a file: not numbers, nor sparse tensors such as the momentum of sparse gradients."""
+    """Whether a state is stored in a file: not counts of steps, nor sparse tensors (momentum of sparse gradients)."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.layout is torch.strided
 
 

@@ -3,7 +3,11 @@
 To read, compute and write in turn would leave the disk idle while the processor computes, and the processor idle while
 the disk transfers. So there are three buffers: one holds the block that is computed, one is being written back, and
 one is being filled for the next block. More of them would make blocks of the same memory smaller, and each block costs
-time of the interpreter. Adjacent ranges of a file are transferred in one call.
+time of the interpreter.
+
+Adjacent ranges of a file are transferred in one call. A transformer block has twice as many norms and biases as
+matrices, and Adam transfers six tensors for each of them. They are small: a call costs not their bytes but time of the
+interpreter, which the layers that compute need as well. They are adjacent in their file, so one call can transfer all.
 
 ::
 
@@ -17,6 +21,8 @@ Guarantees
       discarded. An I/O buffer is filled only after everything written from it is in its file.
     * After :meth:`IOBufferPool.wait_idle` no transfer is running. A failed write is not lost: its bytes are copied to
       memory of their own, and its owner sees that it is not :attr:`Write.written`.
+    * Only padding is between two ranges that are transferred together, never data of another owner. Ranges that are
+      written together are as far apart in memory as in the file, in one storage.
 
 Assumes
     * Prefetched ranges are written by no other code before their use: they belong to an update that is pending.
@@ -48,17 +54,6 @@ __all__ = [
     "UpdateBlock",
     "Write",
 ]
-
-
-# Ranges that the on-disk optimizer reads, updates and writes; adjacent ranges of a file are transferred in one call.
-#
-# A transformer block has twice as many norms and biases as matrices, and Adam transfers six tensors for each of them.
-# They are small: a call costs not their bytes but time of the interpreter, which the layers that compute need as well.
-# They are adjacent in their file, so one call can transfer all of them.
-#
-# Guarantees
-#     * Only padding is between two ranges that are transferred together, never data of another owner.
-#     * Ranges that are written together are as far apart in memory as in the file, in one storage.
 
 
 @dataclass(frozen=True, eq=False)

@@ -214,12 +214,6 @@ def _described(value: Any) -> str:
     return f"{value.dtype} in shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-# --- Calls an optimizer where states or weights are encoded: decoded before, and encoded again afterwards -----
-#
-# Only 131,072 elements at a time are decoded, where the class is known to update each element by itself. So states in
-# full take no memory that counts, and they are still in the processor's cache when the update reads them.
-
-
 @dataclass(frozen=True, eq=False)
 class EncodedWeights:
     """The weights of one proxy where they are stored in a form: its parameter's, or a part of it; all flat."""
@@ -265,6 +259,10 @@ def step_encoded(
     weights: Mapping[int, EncodedWeights],
 ) -> None:
     """Updates ``proxies`` (dense, contiguous where ``encoded``) that have a gradient, in one or more calls of ``step``.
+
+    States and weights are decoded before, and encoded again afterwards: :data:`.PIECE` elements at a time if the class
+    is ``elementwise``, that is updates each by itself. So states in full take no memory that counts, and they are still
+    in the processor's cache when the update reads them.
 
     ``encoded``: positions of those with states in ``form``; before their first update they have none. Their ``states``
     have the same tensors afterwards, and new ones for new states. ``weights``: the values of those that are stored in a

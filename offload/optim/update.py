@@ -168,12 +168,6 @@ class Update:
             update, first = update.following, 0
 
 
-# --- Decides a step of an ``OffloadOptimizer``: the updates of all shards become pending together, or none does ------
-#
-# Those of parameters that stay on the compute device run at once. If one fails after another has begun, the step is
-# decided all the same.
-
-
 def note_update(job: UpdateJob) -> None:
     """Increments the version of the parameters that an update writes, also for kernels that do not."""
     found = zip(job.param_block.parameters, job.gradients, strict=True)
@@ -187,7 +181,11 @@ def note_update(job: UpdateJob) -> None:
 
 @dataclass(eq=False)
 class StepDecision:
-    """One step of an optimizer."""
+    """One step of an optimizer: the updates of all shards become pending together, or none does.
+
+    Those of parameters that stay on the compute device run at once. If one fails after another has begun, the step is
+    decided all the same.
+    """
 
     #: Those of the shards that have a gradient, in the order of loads.
     updates: Sequence[Update]

@@ -66,9 +66,9 @@ def outside_bytes(homes: ModelHomes) -> OutsideBytes:
     own = [] if adapters is None else [s.parameter for s in adapters.own]
     seen: set[nn.Parameter] = set()
     for shard in sorted(shards, key=lambda shard: -shard.index):
-        borrowed = {there.parameter for owner, there in shard.loans if owner is adapters} - seen
-        within[shard.index] = _nbytes(p for p in borrowed if p.requires_grad)
-        seen |= borrowed
+        used = {there.parameter for owner, there in shard.borrowed if owner is adapters} - seen
+        within[shard.index] = _nbytes(p for p in used if p.requires_grad)
+        seen |= used
     held = [p.grad for p in (*parameters, *own) if p.grad is not None]
     return OutsideBytes(
         values=_values(homes.around.values(), parameters, own, homes.param_dtype),

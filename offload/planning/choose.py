@@ -152,17 +152,15 @@ def _first_within(items: list[_T], nbytes: Callable[[_T], int], most: int | None
     return items[: sum(total <= most for total in itertools.accumulate(map(nbytes, items)))]
 
 
-# Each returns a choice with so many uses more, and the largest number.
-
-
 def _graphs(model: StepModel, now: Choice) -> tuple[Callable[[int], Choice], int]:
+    """What makes a choice with so many graphs kept, those first that backward begins with; and the largest number."""
     cells = [(j, i) for j in range(model.shards - 1, model.first - 1, -1) for i in range(len(model.rows))]
     cells = _first_within(cells, lambda cell: model.cells[cell[0]][cell[1]].graph, model.given.graph_bytes)
     return lambda count: replace(now, kept=frozenset(cells[:count])), len(cells)
 
 
 def _waiting(model: StepModel, now: Choice) -> tuple[Callable[[int], Choice], int]:
-    """The gradients of the first shards wait, which are updated first."""
+    """The same of shards whose gradients wait: the first ones, which are updated first."""
     away = [j for j in range(model.first, model.shards) if j not in now.in_memory | model.in_host]
     for most in (model.given.gradient_bytes, model.host_bytes) if model.gradients_wait else (0,):
         away = _first_within(away, model.gradient_bytes.__getitem__, most)
@@ -170,7 +168,7 @@ def _waiting(model: StepModel, now: Choice) -> tuple[Callable[[int], Choice], in
 
 
 def _boundaries(model: StepModel, now: Choice) -> tuple[Callable[[int], Choice], int]:
-    """Of those that are not in motion, some or all stay."""
+    """The same of boundaries that stay, beside those in motion: parts of all."""
     each = [cell.enters for cells in model.cells for cell in cells]
     moving, total = MOVING * max(each), sum(each)
 

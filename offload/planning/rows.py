@@ -14,11 +14,14 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-def remember(table: dict[_Key, _Value], key: _Key, value: _Value, *, each: int = 1) -> None:
-    """Records a value as the last one; forgets the first where batches have very many sizes, of ``each`` so many."""
+def remember(table: dict[_Key, _Value], key: _Key, value: _Value, *, per_size: int = 1) -> None:
+    """Records a value as the last one; forgets the first where batches have very many sizes.
+
+    ``per_size``: values that are recorded for one size.
+    """
     table.pop(key, None)
     table[key] = value
-    if len(table) > SIZES_REMEMBERED * each:
+    if len(table) > SIZES_REMEMBERED * per_size:
         del table[next(iter(table))]
 
 

@@ -63,6 +63,6 @@ def open_tier(
             "offload_device 'cpu' is memory of the compute device, so storing shards there saves none; pass a "
             "directory on a disk, such as './home'",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=5,  # where offload() was called
         )
     return HostTier(device)

@@ -151,14 +151,12 @@ def _unlock(address: int, device: torch.device) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-# --- Views of stored tensors that ``torch.save`` accepts, for ``state_dict()`` ---------------------------------------
-#
-# Tensors of one home are views of one storage, and ``torch.save`` refuses a storage that is viewed as several dtypes.
-# So such tensors get storages of their own, each of which begins at the tensor's first byte in the same memory.
-
-
 def on_own_storages(values: Iterable[Any]) -> dict[int, Tensor]:
     """Another view of each tensor whose storage other tensors view as another dtype, by ``id(tensor)``.
+
+    For ``state_dict()``: tensors of one home are views of one storage, and ``torch.save`` refuses a storage that is
+    viewed as several dtypes. So such tensors get storages of their own, each of which begins at the tensor's first byte
+    in the same memory.
 
     Tensors with the same bytes still share a storage. The views are dense, and keep their memory alive.
     """
@@ -177,11 +175,6 @@ def on_own_storages(values: Iterable[Any]) -> dict[int, Tensor]:
     return found
 
 
-# --- Memory for results that a thread soon drops, kept between its calls ---------------------------------------------
-#
-# An allocator returns freed blocks of this size to the kernel. The page faults of the next ones take several times as
-# long as a pass of arithmetic over them.
-
 #: Elements of states or weights that are converted, updated and stored at a time: few enough for the processor's
 #: cache, and so many that calls of torch count little: half as many take a fifth more time.
 PIECE = 1 << 17
@@ -192,6 +185,9 @@ _kept = threading.local()
 
 def thread_memory(name: Hashable, count: int, dtype: torch.dtype) -> Tensor:
     """``count`` elements (flat, of any values), the calling thread's until it asks for this name again.
+
+    For results that are soon dropped: an allocator returns freed blocks of :data:`PIECE` elements to the kernel, and
+    the page faults of the next ones take several times as long as a pass of arithmetic over them.
 
     A name keeps as many bytes as it was ever asked for, until the thread ends. OSError without memory.
     """

@@ -175,7 +175,7 @@ class DiskTier(Tier):
                 f"offload_device {str(self._root)!r} is memory ({kind}), so storing shards there saves none; pass a "
                 f"directory on a disk",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,  # where offload() was called
             )
         self._device = device
         link = link or (CudaLink(device) if device.type == "cuda" else Link())

@@ -40,16 +40,6 @@ __all__ = [
 ]
 
 
-# --- A pool of page-locked host buffers between files and memory that direct I/O cannot reach ------------------------
-#
-# That is an accelerator's memory, and unaligned host memory. A buffer is reused once the copy out of it is done, so
-# only a few pieces are page-locked, never a model.
-#
-# ::
-#
-#     file --> buffer --> device      read: a pool thread fills the buffer, the stream of the lane copies it
-#     file <-- buffer <-- device      write: the reverse
-
 #: Blocks the host until a copy is done.
 Fence = Callable[[], None]
 #: Enqueues a copy to the first tensor from the second one; the fence waits for it.
@@ -94,7 +84,15 @@ class CudaLink(Link):
 
 
 class Staging:
-    """At most ``count`` buffers of ``buffer_bytes``, allocated on demand, shared by the lanes of a tier.
+    """Page-locked host buffers between files and what direct I/O cannot reach: a device, and unaligned host memory.
+
+    ::
+
+        file --> buffer --> device      read: a pool thread fills the buffer, the stream of the lane copies it
+        file <-- buffer <-- device      write: the reverse
+
+    At most ``count`` of ``buffer_bytes``, allocated on demand, shared by the lanes of a tier. A buffer is reused once
+    the copy out of it is done, so only a few pieces are page-locked, never a model.
 
     :meth:`acquire_buffer` returns a buffer only after the fence that it was released with. No caller may wait for a
     buffer while holding one: two lanes could deadlock.

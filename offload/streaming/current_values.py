@@ -8,6 +8,7 @@ values that the optimizer's step has decided. The engine reads the identities of
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,7 @@ def _modules(shard: Shard) -> Iterator[Any]:
 def read_current_values(shards: Iterable[Shard], streamer: Streamer) -> None:
     """Makes the modules of ``shards`` finish pending updates before a parameter is read. May be called again."""
     for shard in shards:
-        stored = [weakref.ref(each) for each in dict.fromkeys([shard, *(owner for owner, _ in shard.loans)])]
+        stored = [weakref.ref(each) for each in dict.fromkeys([shard, *(owner for owner, _ in shard.borrowed)])]
         for module in _modules(shard):
             found: Any = module._parameters
             if found and type(found) is dict:
@@ -119,13 +120,13 @@ def read_current_values(shards: Iterable[Shard], streamer: Streamer) -> None:
                 # Not by an attribute: the layer of a block shares the dict of its attributes with the block.
                 vars(module)["_parameters"] = found
             if isinstance(found, _Parameters):
-                found.shards = _with(found.shards, stored)
-                found.streamers = _with(found.streamers, [weakref.ref(streamer)])
+                found.shards = _living(found.shards, stored)
+                found.streamers = _living(found.streamers, [weakref.ref(streamer)])
 
 
-def _with(known: tuple[weakref.ref[Any], ...], new: list[weakref.ref[Any]]) -> tuple[weakref.ref[Any], ...]:
+def _living(*references: Iterable[weakref.ref[Any]]) -> tuple[weakref.ref[Any], ...]:
     """Weak references without those to what is gone."""
-    return tuple(dict.fromkeys(each for each in (*known, *new) if each() is not None))
+    return tuple(dict.fromkeys(each for each in itertools.chain(*references) if each() is not None))
 
 
 def leave_pending_updates(shards: Iterable[weakref.ref[Shard]], close: Callable[[], None]) -> None:

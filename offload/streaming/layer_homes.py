@@ -115,7 +115,7 @@ def make_shards(
             shard.own = [replace(s, offset=s.offset - begin) for s in own]
         stored.update((s.parameter, (shard, s)) for s in shard.own)
         owners = [stored[each.parameter] for each in stored_tensors(part)]
-        shard.loans = [(owner, s) for owner, s in owners if owner is not shard]
+        shard.borrowed = [(owner, s) for owner, s in owners if owner is not shard]
         shard.slices, shard.slot_bytes = _in_slot(shard, dtype)
         note_owner(shard)
         _fill(shard, materializer)
@@ -133,7 +133,7 @@ def _in_slot(shard: Shard, dtype: torch.dtype | None) -> tuple[list[Slice], int]
     if any(s.dtype != here.dtype for s, here in zip(there, packed, strict=True)):
         return packed, nbytes
     end = 0 if shard.home is None else shard.home.nbytes
-    borrowed, more = layout(s for _, s in shard.loans)
+    borrowed, more = layout(s for _, s in shard.borrowed)
     return [*shard.own, *(replace(s, offset=end + s.offset) for s in borrowed)], end + more
 
 
@@ -148,7 +148,7 @@ def _fill(shard: Shard, materializer: Materializer) -> None:
             shard.move_home(s)
         elif not (materializer.idle or materializer.is_empty(p)):
             p.data = p.detach().clone()  # what a file or a module replaces is needed if the construction fails
-    for owner, s in shard.loans:
+    for owner, s in shard.borrowed:
         if s.form is not None and not materializer.idle:  # a module may initialise a tied parameter again
             s.point_to(StoredValues(owner, s).in_full())
             formed.append((owner, s))

@@ -67,17 +67,15 @@ class ModelOptimizer(Protocol):
         """Bytes of all buffers of updates in files."""
 
 
-# Optimizer updates during backward: a shard is updated as soon as its gradients are complete; they are never stored.
-#
-# A shard is updated while backward computes those before it. The price: a second backward of the same step, or another
-# forward that still needs its backward, would compute with parameters that have changed already. Both are refused
-# before anything changes, except under ``accumulate()``.
-#
-# After a backward that failed with some shards updated and others not, every call of the optimizer raises.
-
-
 class InBackward:
-    """The updater that the gradient offload calls during a backward. Belongs to one optimizer."""
+    """Updates a shard in backward, as soon as its gradients are complete; they are never stored. Of one optimizer.
+
+    A shard is updated while backward computes those before it. The price: a second backward of the same step, or
+    another forward that still needs its backward, would compute with parameters that have changed already. Both are
+    refused before anything changes, except under ``accumulate()``.
+
+    After a backward that failed with some shards updated and others not, every call of the optimizer raises.
+    """
 
     def __init__(self, optimizer: ModelOptimizer) -> None:
         # Weak: a cycle would keep an optimizer alive that no other code refers to.
@@ -140,7 +138,7 @@ class InBackward:
         used = {j: place for place, j in reversed([*enumerate(calls)])}  # the first of several
         for shard in shards:
             at = used.get(shard.index, -1)
-            late = [s.name for owner, s in shard.loans if not owner.resident and used.get(owner.index, -1) > at >= 0]
+            late = [s.name for owner, s in shard.borrowed if not owner.resident and used.get(owner.index, -1) > at >= 0]
             if late:
                 raise RuntimeError(
                     f"parameter {late[0]} is tied, and stored with a block that the forward calls after another one "

@@ -38,7 +38,7 @@ class Shard:
     #: Parameters stored in this shard's block.
     own: list[Slice] = field(default_factory=list)
     #: For each borrowed parameter, the shard that stores it and its slice there.
-    loans: list[tuple[Shard, Slice]] = field(default_factory=list)
+    borrowed: list[tuple[Shard, Slice]] = field(default_factory=list)
     #: All parameters that the layers use, as slices of a slot: own first, then borrowed.
     slices: list[Slice] = field(default_factory=list)
     home: Block | None = None
@@ -51,7 +51,7 @@ class Shard:
     #: The same of :attr:`lower`.
     lower_file: Block | None = None
     #: ``_version`` of each own parameter that is stored in a form, after the last write that the form knows of.
-    sealed: tuple[int, ...] | None = None
+    form_versions: tuple[int, ...] | None = None
     #: Whether layers use the home itself instead of a copy in a slot.
     in_place: bool = False
     #: The places of stored gradients: one region, and others for what was thawed while it was in use.
@@ -98,7 +98,7 @@ class Shard:
     @functools.cached_property
     def places(self) -> list[tuple[Shard, Slice]]:
         """For each parameter of :attr:`slices`, the shard that stores it and its slice there."""
-        return [*((self, s) for s in self.own), *self.loans]
+        return [*((self, s) for s in self.own), *self.borrowed]
 
     @property
     def at_home(self) -> list[Slice]:
@@ -131,7 +131,7 @@ class Shard:
     @property
     def may_bind_in_place(self) -> bool:
         """Whether layers can compute with the home itself: they do not cast, and borrow from no other shard."""
-        return not (self.casts or self.loans)
+        return not (self.casts or self.borrowed)
 
     @property
     def home_uses(self) -> int:
@@ -193,7 +193,7 @@ class Shard:
         """
         if update is None or not update.filled(slot):
             self.fill_own(slot)
-        for (owner, there), here in zip(self.loans, self.slices[len(self.own) :], strict=True):
+        for (owner, there), here in zip(self.borrowed, self.slices[len(self.own) :], strict=True):
             here.view(slot).copy_(owner.home_view(there), non_blocking=True)
 
     def fill_own(self, slot: Tensor) -> None:

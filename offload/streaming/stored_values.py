@@ -48,12 +48,12 @@ _deferring = contextvars.ContextVar("deferring", default=False)
 
 def seal(shard: Shard) -> None:
     """Notes that the parameters have the values that are stored."""
-    shard.sealed = tuple(s.parameter._version for s in shard.formed)
+    shard.form_versions = tuple(s.parameter._version for s in shard.formed)
 
 
 def check_seal(shard: Shard) -> None:
     """Raises RuntimeError if other code has written to parameters that are stored in a form."""
-    if shard.sealed is None:
+    if shard.form_versions is None:
         return
     if (other := next((s for s in shard.assigned() if s.form is not None), None)) is not None:
         shard.point_home(other)
@@ -61,7 +61,7 @@ def check_seal(shard: Shard) -> None:
             f"other data was assigned to parameter {other.name}, but with store_dtype= only an OffloadOptimizer "
             f"writes parameters; the assignment was dropped. Load values by load_state_dict()"
         )
-    for s, version in zip(shard.formed, shard.sealed, strict=True):
+    for s, version in zip(shard.formed, shard.form_versions, strict=True):
         if s.parameter._version != version:
             raise RuntimeError(
                 f"parameter {s.name} was written in place, but with store_dtype= only an OffloadOptimizer writes "

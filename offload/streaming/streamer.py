@@ -163,23 +163,23 @@ class Streamer:
     def __init__(
         self,
         shards: list[Shard],
+        gradient_offload: GradientOffload,
         *,
         slots: int,
         device: torch.device,
         tier: Tier,
         lanes: CopyLanes,
         meter: Meter,
-        own_slots: bool = False,
+        own_slots: bool,
     ) -> None:
-        self.shards = shards
+        self.shards, self.gradient_offload = shards, gradient_offload
         #: Whether shards that are much larger than others have buffers of their own beside the slots.
         self.own_slots = own_slots
         #: Slots that passes use; fewer where fewer shards are loaded.
         self.slots = self.most_slots = min(slots, len(shards))
-        self.device = device
-        self._tier = tier
-        self._lanes = lanes
-        self.meter = meter
+        self.device, self.meter = device, meter
+        #: Storage of the homes, and what copies.
+        self.tier, self.lanes = tier, lanes
         #: Of each slot, for passes with all slots.
         self.slot_bytes = self._size_of_slots(self.slots)
         #: The slots, of this model alone or shared with models that compute in turns.
@@ -192,7 +192,6 @@ class Streamer:
         self.engine: Callable[[], Any] = lambda: None
         #: Finishes an interrupted decision of ``optimizer.step()``, if there was one.
         self.finish_step: Callable[[], None] | None = None
-        self.gradient_offload = GradientOffload(shards, device=device, tier=tier, lane=lanes.drain, meter=meter)
 
     def resize(self, slots: int) -> None:
         """Changes the most slots that passes use, between passes. Shared slots stay as they are."""
@@ -269,13 +268,13 @@ class Streamer:
             with self.meter.on_lane("load", f"L{j}", 0 if filled else nbytes, kind=kind):
                 shard.fill(slot, pending)
 
-        owners = dict.fromkeys(owner for owner, _ in shard.loans)
+        owners = dict.fromkeys(owner for owner, _ in shard.borrowed)
         # A tied parameter is loaded from its owner's block, which has an update of its own.
         others = [pending.start() for owner in owners if (pending := owner.pending) is not None]
         others += self.gradient_offload.pop_update(slot)
         # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step, or
         # while the shard that was in it before is updated there.
-        self.loaded[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
+        self.loaded[j] = self.lanes.load.submit(f"L{j}", fill, arrivals + others)
 
     def clean_up(self) -> None:
         """Cleans up after an interrupted pass, if there was one."""
@@ -294,7 +293,7 @@ class Streamer:
         started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
         for shard, arrival in started:
             try:
-                with error_context(f"updating shard {shard.index} in {self._tier.name}"):
+                with error_context(f"updating shard {shard.index} in {self.tier.name}"):
                     # Update lane -> host. Without this, parameters are read while they are written.
                     arrival.synchronize()
             except BaseException as error:
@@ -347,7 +346,7 @@ class Streamer:
 
     def await_load(self, j: int) -> None:
         """Makes compute wait for the load of shard ``j``."""
-        with self.meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
+        with self.meter.waiting(f"L{j}", f"loading shard {j} from {self.tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is not filled yet.
             self.loaded[j].wait()
 
@@ -361,7 +360,7 @@ class Streamer:
     def wait_for_home_reads(self) -> None:
         """Blocks the host until no load reads stored weights: they may be written."""
         for j, arrival in self.loaded.items():
-            with self.meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
+            with self.meter.waiting(f"L{j}", f"loading shard {j} from {self.tier.name}"):
                 # Load lane -> host. Without this, a queued load would read what the user writes next.
                 arrival.synchronize()
 
@@ -386,7 +385,7 @@ class Streamer:
         """This model's part of :meth:`cancel`."""
         # All lanes -> host, also copies whose submission was interrupted. Without this, a load or a gradient is written
         # to memory that is reused already.
-        self._lanes.wait_idle()
+        self.lanes.wait_idle()
         for shard in self.shards:
             if (pending := shard.pending) is not None:
                 # Update lane -> host. Without this, an update computes in a slot that is reused already.

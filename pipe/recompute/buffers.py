@@ -12,7 +12,7 @@ from pipe.torch_private.modules import BatchOrInstanceNorm
 
 __all__ = ["Buffer", "BufferHabits"]
 
-# Copying up to this size costs no more than finding out whether a copy is needed.
+#: Copying up to this size costs no more than finding out whether a copy is needed.
 _SMALL_BYTES = 1 << 14
 
 Mark = tuple[int | None, int]

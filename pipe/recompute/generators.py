@@ -23,7 +23,7 @@ from torch import nn
 
 __all__ = ["Generator", "generator_types", "generators_in", "generators_of", "held_generator"]
 
-# The attributes of every module: containers of modules, tensors and hooks.
+#: The attributes of every module: containers of modules, tensors and hooks.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 #: Types of most other attributes.
 _NONE = {type(None), bool, int, float, str, torch.Tensor}

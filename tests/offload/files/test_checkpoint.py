@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
-from offload.files.save_folder import SAVE
+from offload.files.index import SAVE
 from tests.offload.checkpoint_worker import STATES
 from tests.offload.files.test_damaged_checkpoints import equal
 from tests.offload.pair import Pair

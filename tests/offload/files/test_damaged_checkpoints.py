@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, Pretrained, load_checkpoint, save_checkpoint
-from offload.files.save_folder import CRC, FILES, INDEX, SAVE, ChecksumError
+from offload.files.index import CRC, FILES, INDEX, SAVE, ChecksumError
 from offload.files.tensor_file import open_tensors
 from offload.untrusted import sum_of, sum_of_values
 from tests.offload.side_by_side import advance

@@ -181,14 +181,14 @@ NEEDS: dict[Scenario, list[str]] = {
     ],
     training.it_trains_like_the_bare_model: [
         "engine.homes ModelHomes._rest: self.streamer.apply_pending_updates()",
-        "streaming.streamer Streamer._fill: self._lanes.load.submit(f'L{j}', fill, arrivals + others)",
+        "streaming.streamer Streamer._fill: self.lanes.load.submit(f'L{j}', fill, arrivals + others)",
         "streaming.streamer Streamer.await_load: self.loaded[j].wait()",
         "streaming.gradient_offload GradientOffload.settle: self._synchronize(on_host=True)",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.synchronize()",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.wait()",
     ],
     training.nothing_moves_after_an_exception: [
-        "streaming.streamer Streamer.reset: self._lanes.wait_idle()",
+        "streaming.streamer Streamer.reset: self.lanes.wait_idle()",
         "engine.backward Backward.abort: self.streamer.cancel()",
         "streaming.lane CopyLanes.wait_idle: lane.wait_idle()",
     ],
@@ -238,7 +238,9 @@ EXCEPTIONS = {
     "streaming.streamer Streamer.await_update_in_place: pending.start().wait()": (
         "a layer that asks its module for a parameter waits on the host"
     ),
-    "construction construct: calls.join(model, homes, home.values, undo.callback)": "connects parts of a model",
+    "construction construct: calls.join(model, homes, opened.persistent_home.values, undo.callback)": (
+        "connects parts of a model"
+    ),
     "engine.engine Engine._run_observed: "
     "step.record(recorder, place, (args, kwargs), keeps=keeps, hidden=hidden)": "records sizes",
     "planner.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import as_call, names_taken, refuse_transforms
+from offload.calls import as_call, names_taken, refuse_transforms
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.sequential import measured_activations, run_layers
