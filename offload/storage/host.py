@@ -100,4 +100,8 @@ class HostScratch(Scratch):
         """See :meth:`Scratch.store`."""
         stored = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         stored.copy_(tensor, non_blocking=True)
-        return lambda destination: destination.copy_(stored, non_blocking=True) and None
+
+        def read_back(destination: Tensor) -> None:
+            destination.copy_(stored, non_blocking=True)
+
+        return read_back
