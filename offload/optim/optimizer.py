@@ -250,7 +250,8 @@ class OffloadOptimizer(Optimizer):
         resting = itertools.chain.from_iterable(self.param_blocks[shard] for shard in in_order if shard in there)
         at_once_jobs = self._jobs([*self.resident_blocks, *resting], options, coefficient)
         backwards = self._optimizers.backwards
-        decision = StepDecision(decided, at_once_jobs, self._thread_at_once, self._finish_job, options, backwards)
+        thread, meter = self._thread_at_once, self.homes.meter
+        decision = StepDecision(decided, at_once_jobs, thread, self._finish_job, meter, options, backwards)
         if not self.steps:
             # Without this, free memory would stay beside the states that are made now, of which no plan knows yet.
             return_freed_memory()

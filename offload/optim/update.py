@@ -194,6 +194,7 @@ class StepDecision:
     thread: Threads
     #: Called with each of these that is done.
     finished: Callable[[UpdateJob], None]
+    meter: Meter
     #: The hyperparameters of all groups.
     options: list[dict[str, Any]]
     #: How many backwards had added to gradients, or had begun to.
@@ -211,11 +212,13 @@ class StepDecision:
         left = [job for job in self.at_once if not job.done]
         if not left:
             return
-        device = left[0].param_block.proxies[0].device
+        device, nbytes = left[0].param_block.proxies[0].device, sum(job.nbytes for job in left)
         stream = current_stream(device)
+        lane = self.meter.on_lane("update", "U", nbytes, kind=UPDATE_IN_MEMORY)
+        measured = lane if device.type == "cpu" else contextlib.nullcontext()  # the host only begins what a device does
 
         def work() -> None:
-            with use_device(device), use_stream(stream), torch.no_grad():
+            with use_device(device), use_stream(stream), torch.no_grad(), measured:
                 for job in left:
                     job.param_block.run(job, None)
                     note_update(job)  # a backward that saved the old values notices the new ones

@@ -120,17 +120,28 @@ class Forecast(NamedTuple):
 
 
 def forecast(plan: Plan, model: StepModel, choice: Choice) -> Forecast:
-    """The time of a plan: compute and lanes run side by side, and in each pass the one that takes longest decides."""
+    """The time of a plan: compute and lanes run side by side, and in each pass the one that takes longest decides.
+
+    Nothing computes before the first shard is updated and loaded, nor while the last gradients are stored.
+    """
     seconds = model.seconds(choice)
     forward, backward = defaultdict[str, float](float), defaultdict[str, float](float)
-    now = forward
+    now, lead, tail = forward, 0.0, 0.0
     for kind, shard, _ in plan.actions:
         if kind in BACKWARD_CELLS:
             now = backward
         if kind in LANES:
-            now[LANES[kind]] += seconds[kind][shard]
-    # If nothing is loaded beside them, the optimizer's step waits for its updates.
-    waits = forward.pop("updates", 0.0) if len(choice.in_memory) == model.shards else 0.0
-    computed = forward["compute"] + backward["compute"]
+            now[LANES[kind]] += (taken := seconds[kind][shard])
+            if shard == 0 and now is forward and kind in (Kind.UPDATE, Kind.LOAD):
+                lead += taken
+            if shard == model.first and kind is Kind.DRAIN:
+                tail += taken
+    waits, computed = 0.0, forward["compute"] + backward["compute"]
+    if (
+        len(choice.in_memory) == model.shards
+    ):  # nothing is loaded beside updates, and the optimizer's step waits for them
+        waits, lead = forward.pop("updates", 0.0), 0.0
+    forward["compute"] += lead
+    backward["compute"] += tail
     total = waits + max(forward.values()) + max(backward.values())
     return Forecast(total, total - computed, computed)
