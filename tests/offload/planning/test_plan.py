@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_every_plan_is_valid_and_prints(
     updated = {kind: sorted(a.shard for a in plan.actions if a.kind is kind) for kind in Kind}
     assert updated[Kind.UPDATE] == sorted(pending)
     assert updated[Kind.UPDATE_IN_BACKWARD] == (list(range(shards)) if in_backward and training else [])
+
+
+@given(shards=st.integers(2, 6))
+def test_nothing_hides_the_first_update_and_load_nor_the_last_gradients(shards: int) -> None:
+    model = model_of(shards, updates=Updates(frozenset(range(shards))))
+    model = replace(model, costs=replace(model.costs, load=0.25, drain=0.5, update=0.125))
+    streams, rests = Choice(2), Choice(0, frozenset(range(shards)))
+    assert forecast(plan_step(model, streams), model, streams).wait_seconds == 0.125 + 0.25 + 0.5
+    seconds = forecast(plan_step(model, rests), model, rests).wait_seconds
+    assert seconds == sum(model.seconds(rests)[Kind.UPDATE]), "where all rests, step() waits for all updates alone"
 
 
 @given(shards=st.integers(1, 6), slots=st.integers(1, 6))
