@@ -126,22 +126,16 @@ def forecast(plan: Plan, model: StepModel, choice: Choice) -> Forecast:
     """
     seconds = model.seconds(choice)
     forward, backward = defaultdict[str, float](float), defaultdict[str, float](float)
-    now, lead, tail = forward, 0.0, 0.0
+    now = forward
     for kind, shard, _ in plan.actions:
         if kind in BACKWARD_CELLS:
             now = backward
         if kind in LANES:
-            now[LANES[kind]] += (taken := seconds[kind][shard])
-            if shard == 0 and now is forward and kind in (Kind.UPDATE, Kind.LOAD):
-                lead += taken
-            if shard == model.first and kind is Kind.DRAIN:
-                tail += taken
-    waits, computed = 0.0, forward["compute"] + backward["compute"]
-    if (
-        len(choice.in_memory) == model.shards
-    ):  # nothing is loaded beside updates, and the optimizer's step waits for them
-        waits, lead = forward.pop("updates", 0.0), 0.0
-    forward["compute"] += lead
-    backward["compute"] += tail
+            now[LANES[kind]] += seconds[kind][shard]
+    ends = {(Kind.UPDATE, 0), (Kind.LOAD, 0), (Kind.DRAIN, model.first)}
+    alone = {a[:2]: seconds[a.kind][a.shard] for a in plan.actions if a[:2] in ends}
+    # If nothing is loaded beside them, the optimizer's step waits for its updates.
+    waits = forward.pop("updates", 0.0) if len(choice.in_memory) == model.shards else sum(alone.values())
+    computed = forward["compute"] + backward["compute"]
     total = waits + max(forward.values()) + max(backward.values())
     return Forecast(total, total - computed, computed)

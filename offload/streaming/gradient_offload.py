@@ -211,11 +211,12 @@ class GradientOffload:
         del given
         norms = self._clips
         moves: deque[tuple[nn.Parameter, Callable[[], Iterable[Tensor]]]] = deque()
+        taken = set[int]()
         for position in range(len(gradients)):
             gradient, gradients[position] = gradients[position], None
             if gradient is not None:
                 parameter = shard.places[position][1].parameter
-                moves.extend((parameter, move) for move in self._moves(shard, position, gradient, norms=norms))
+                moves.extend((parameter, move) for move in self._moves(shard, position, gradient, taken, norms=norms))
         gradient = None
         kind = DRAIN_TO_MEMORY if self._tier.blocking_io and self._stays_in_memory(shard) else None
         if kind is None:
@@ -241,11 +242,11 @@ class GradientOffload:
         self._drains.append((arrival, nbytes, in_use))
 
     def _moves(
-        self, shard: Shard, position: int, gradient: Tensor, *, norms: bool
+        self, shard: Shard, position: int, gradient: Tensor, taken: set[int], *, norms: bool
     ) -> Iterator[Callable[[], Iterable[Tensor]]]:
         """The copies that store one gradient; each returns the whole stored gradient, in one or more parts.
 
-        ``.grad`` is set at once, its bytes are written on the lane.
+        ``.grad`` is set at once, its bytes are written on the lane. ``taken``: where those are that stay as they came.
         """
         owner, s = shard.places[position]
         parameter = s.parameter
@@ -257,6 +258,11 @@ class GradientOffload:
         elif stored is not None:
             yield partial(_add, stored, gradient)
         elif in_memory and there and gradient.device == self._device and gradient.dtype == dtype:
+            # As autograd: parameters that are added have one gradient, and that of a sum is one number in all places.
+            # Without this, the former is clipped twice, and nothing can be added to the latter.
+            if gradient.data_ptr() in taken or 0 in gradient.stride():
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            taken.add(gradient.data_ptr())
             # A view cannot be detached in place.
             set_gradient(parameter, gradient if gradient._base is None else gradient.detach())
             # Nothing is copied beside layers that use the shard in place: ``step()`` computes these norms.

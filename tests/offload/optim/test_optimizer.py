@@ -323,3 +323,36 @@ def test_what_it_decided_is_applied_and_then_threads_and_files_end(tmp_path: Pat
             assert not thread.is_alive()
     assert not open_files(tmp_path, "shard0-states")
     pair.assert_equal()
+
+
+class _Added(nn.Module):
+    """Its two vectors have one gradient; that of its scales is one number in all places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.first, self.second = nn.Linear(8, 8), *(nn.Parameter(torch.randn(1, 8)) for _ in range(2))
+        self.scales = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.first + self.second + self.scales.sum()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_gradients_that_autograd_shares_are_clipped_and_accumulated_as_in_the_plain_model(
+    on_disk: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(_Added() for _ in range(3)))
+    model = OffloadModel(copy.deepcopy(plain), "cpu", f"{tmp_path}/" if on_disk else "cpu", 3, True)
+    theirs = torch.optim.SGD(plain.parameters(), lr=1.0)
+    ours = OffloadOptimizer(model, torch.optim.SGD, lr=1.0, max_norm=0.01)
+    for _ in range(2):
+        x = torch.randn(1, 8)
+        for each in (plain, model, plain, model):
+            each(x).square().sum().backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7)
