@@ -48,6 +48,8 @@ class StoredStates:
     count: int = MOST_STATES
     #: Whether gradients are stored in another type than that of their parameters.
     rounded: bool = True
+    #: Whether slots keep the weights, so that buffers need not hold them.
+    weights_in_slots: bool = True
 
     @classmethod
     def of(cls, form: StateForm | None, shards: Iterable[Shard], count: int = MOST_STATES) -> StoredStates:
@@ -55,18 +57,21 @@ class StoredStates:
         shards = list(shards)
         in_pieces = any(shard.formed for shard in shards)
         rounded = any(shard.gradient_types.rounds(s) for shard in shards for s in shard.own)
+        in_slots = all(shard.slot_keeps_weights for shard in shards)
         largest = max((sum(s.full_nbytes for s in shard.own) for shard in shards), default=0)
         if form is None:
-            return cls(largest, in_pieces=in_pieces, count=count, rounded=rounded)
+            return cls(largest, in_pieces=in_pieces, count=count, rounded=rounded, weights_in_slots=in_slots)
         owned = [[(s, form.encodes(shard.whole_like(s))) for s in shard.own] for shard in shards]
         shares = [form.share(s.full_dtype) for own in owned for s, encoded in own if encoded]
         in_full = (sum(s.full_nbytes for s, encoded in own if not encoded) for own in owned)
-        return cls(largest, max(shares, default=1.0), max(in_full, default=0), in_pieces, count, rounded)
+        return cls(largest, max(shares, default=1.0), max(in_full, default=0), in_pieces, count, rounded, in_slots)
 
     def update_block_bytes(self, limit_bytes: float = math.inf) -> int:
         """Bytes of weights of an update block, if all buffers get ``limit_bytes``. Raises ValueError for too few."""
-        part = whole_pages(-(-self.largest // BLOCKS_PER_SHARD))
-        update_block = min(MAX_BLOCK_BYTES, max(part, SMALL_BLOCK_BYTES))
+        # Weights in buffers take a third more, beside a gradient and two states.
+        share = 1.0 if self.weights_in_slots else 3 / 4
+        part = whole_pages(math.ceil(self.largest * share / BLOCKS_PER_SHARD))
+        update_block = min(int(MAX_BLOCK_BYTES * share), max(part, SMALL_BLOCK_BYTES))
         update_block = min(update_block, whole_pages(self.largest) or update_block)
         if self.buffer_bytes(update_block) > limit_bytes:
             pages = range(1, update_block // PAGE_BYTES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,3 +297,13 @@ def test_class_that_cannot_be_tried_is_refused() -> None:
 def test_arguments_of_the_constructor_are_used() -> None:
     with pytest.raises(TypeError, match="cannot be tried"):
         check_elementwise(torch.optim.SGD, {}, {"lr": -1.0})
+
+
+def test_buffers_of_updates_take_no_more_where_no_slot_keeps_the_weights(tmp_path: Path) -> None:
+    """Weights are read into buffers then, beside gradients and moments: of smaller blocks."""
+    held = {}
+    for dtype in (None, torch.bfloat16):
+        model = OffloadModel([nn.Linear(1024, 2048) for _ in range(2)], "cpu", tmp_path / str(dtype), param_dtype=dtype)
+        optimizer = OffloadOptimizer(model, torch.optim.AdamW)
+        held[dtype] = optimizer.update_block_bytes * (3 if dtype is None else 4)
+    assert held[torch.bfloat16] == pytest.approx(held[None], rel=0.01)
