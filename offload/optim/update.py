@@ -85,8 +85,6 @@ class Update:
         """Puts it before the next load. Increments the version of its parameters, although they are written later."""
         for job in self.tasks:
             note_update(job)
-        if self.shard.formed:
-            seal(self.shard)
         self.shard.pending = self
 
     def wait_idle(self) -> None:
@@ -177,6 +175,8 @@ def note_update(job: UpdateJob) -> None:
             # Without this, a clipped gradient that is not zeroed would keep its norm from before.
             detach_norm(gradient)
     torch.autograd.graph.increment_version([parameter for parameter, _ in written])
+    if job.param_block.shard.formed:
+        seal(job.param_block.shard)
 
 
 @dataclass(eq=False)

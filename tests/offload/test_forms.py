@@ -231,6 +231,24 @@ def test_updates_in_backward_and_shards_that_move_between_backward_and_step_chan
         twins.assert_equal()
 
 
+@weight_forms
+def test_weights_that_compute_in_the_type_in_which_they_rest_in_memory_train_as_those_that_stream(
+    weights: Any, tmp_path: Path
+) -> None:
+    found = list[OffloadModel]()
+    for place, memory in ((f"{tmp_path}/", None), (f"{tmp_path}/rests", "64MiB")):
+        how: dict[str, Any] = {"checkpoint_activation": True} if memory is None else {"memory": memory}
+        model = OffloadModel(layers(), "cpu", place, store_dtype=weights, param_dtype=BF16, **how)
+        optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, fused=True)
+        for k in range(5):
+            model(batch(k)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model)
+    assert any(shard.in_place for shard in found[1]._homes.shards)
+    side_by_side.assert_equal(*found)
+
+
 @forms
 @pytest.mark.parametrize(("through", "home"), [("checkpoint", "disk"), ("state_dict", "host")], indirect=["home"])
 def test_a_resumed_run_continues_bit_for_bit(form: str, through: str, home: str, tmp_path: Path) -> None:
