@@ -39,6 +39,7 @@ from offload.engine.passes import Forward, Slots
 from offload.engine.visit import Visit
 from offload.engine.weights import Weights
 from offload.forms.quantised import check_frozen
+from offload.planning.plan import Kind
 from pipe.freed import Life
 from pipe.nested import flatten, tensors_in
 from pipe.recompute.phase import is_checkpointing, is_recomputing
@@ -280,6 +281,8 @@ class Engine:
             self._leave_order(block)
         if graph:
             this.order.add_graph(j)
+        if not in_place and block.weights.were_written(loaded=j in self.streamer.loaded):
+            self._load_again(block.weights)
         self._slots.use(j, this.order.following())
         keeps = enabled and (
             block.keeps
@@ -299,6 +302,15 @@ class Engine:
         if enabled and not graph and _requires_grad(output):  # by what is neither a weight of its own nor an argument
             this.order.add_graph(j)
         return output
+
+    def _load_again(self, weights: Weights) -> None:
+        """Drops what was loaded of a shard before a hook, or the model's own forward, wrote to its parameters."""
+        self._homes.assigned_data.store()
+        weights.note_addresses()
+        if weights.shard.index in self.streamer.loaded:
+            self.streamer.evict(weights.shard.index)
+            if self._slots.act is not None:
+                self._slots.act(Kind.EVICT, weights.shard.index)
 
     def _run(self, this: _Pass, cell: Cell, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps: bool) -> Any:
         if not torch.is_grad_enabled():

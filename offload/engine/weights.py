@@ -121,6 +121,20 @@ class Weights:
         """Called when homes have moved."""
         #: Whether the gradient of each parameter rests where layers make it, so that autograd accumulates it.
         self.stays = [o.on_device and s.form is None and not o.gradient_types.rounded for o, s in self.owners]
+        self.note_addresses()
+
+    def note_addresses(self) -> None:
+        """Called when all parameters have the memory of their homes."""
+        self._addresses = self._at()
+
+    def _at(self) -> list[int]:
+        # No list of the parameters is kept: references to them count as those of code that may read them.
+        return [*map(Tensor.data_ptr, [s.parameter for _, s in self.owners])]
+
+    def were_written(self, *, loaded: bool) -> bool:
+        """Whether other code has assigned data to parameters, or written to them since the shard was ``loaded``."""
+        shard = self.shard
+        return self._addresses != self._at() or (loaded and shard.loaded_versions != shard.versions())
 
     def point_parts(self, values: Sequence[Tensor] | None) -> None:
         """Gives the parts of quantised parameters the memory of ``values``, or of their homes."""

@@ -17,9 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload import MemoryPolicy, OffloadModel
+from offload import MemoryPolicy, OffloadModel, offload
 from pipe import Pipe
 from pipe.nested import tensors_in
+from tests.offload.side_by_side import assert_equal, drawn
 
 WIDTH, NODES = 24, 5
 ADJACENCY = torch.tensor([[0, 0, 1, 2, 3, 4, 4], [1, 4, 2, 0, 3, 0, 2]])
@@ -428,6 +429,56 @@ def test_data_that_is_assigned_over_a_backup_that_shares_memory_is_refused(
             p.data = value
         del held
     assert torch.equal(model(x), bare(x))
+
+
+def normalise(weight: Tensor, way: str) -> None:
+    if way == "assigned":
+        weight.data = weight.detach() / weight.detach().norm()
+        return
+    with torch.no_grad():
+        weight.div_(weight.norm())
+
+
+class Normalising(nn.Module):
+    """Writes the weight of each block just before its call: in its own forward, or by a hook."""
+
+    def __init__(self, way: str, hooked: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.hooked = way, hooked
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        for block in self.blocks if hooked else ():
+            block.register_forward_pre_hook(lambda module, _: normalise(module[0].weight, way))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if not self.hooked:
+                normalise(block[0].weight, self.way)
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("hooked", [True, False])
+@pytest.mark.parametrize("way", ["in place", "assigned"])
+def test_what_is_written_to_weights_during_a_forward_is_what_their_block_computes_with(
+    way: str, hooked: bool, trains: bool, home: str
+) -> None:
+    """Also where the block was loaded ahead of the write."""
+    outputs: list[list[Tensor]] = [[], []]
+    plain, ours = Normalising(way, hooked), Normalising(way, hooked)
+    offload(ours, "cpu", home, blocks="blocks")
+    for model, found in zip((plain, ours), outputs, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for k in range(3):
+            with torch.set_grad_enabled(trains):
+                found.append(model(drawn(k, 3, WIDTH)))
+            if trains:
+                found[-1].square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert all(map(torch.equal, *outputs))
+    assert_equal(plain, ours)
 
 
 def test_data_of_another_type_is_refused_until_it_is_of_the_old_one(home: str) -> None:
