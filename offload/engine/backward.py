@@ -105,6 +105,8 @@ class Backward:
             visit.checked = number
             self._check_unchanged(visit)
             self.check_all_unchanged(visit.life())
+        elif not self.updates and shard.versions() != visit.versions:  # a hook of this backward has written to them
+            self._check_unchanged(visit)
         self._use(visit)
         self._visited, self._visited_slot = visit, shard._slot
         self._visited_views = [] if shard.in_place else visit.weights.views(self.streamer.slot_pool)

@@ -305,6 +305,7 @@ class Engine:
 
     def _load_again(self, weights: Weights) -> None:
         """Drops what was loaded of a shard before a hook, or the model's own forward, wrote to its parameters."""
+        self.streamer.wait_for_home_reads()
         self._homes.assigned_data.store()
         weights.note_addresses()
         if weights.shard.index in self.streamer.loaded:

@@ -481,6 +481,23 @@ def test_what_is_written_to_weights_during_a_forward_is_what_their_block_compute
     assert_equal(plain, ours)
 
 
+def test_a_backward_hook_that_writes_to_weights_whose_backward_is_to_come_is_refused(home: str) -> None:
+    """As autograd does."""
+    plain, ours = (Normalising("in place", False) for _ in range(2))
+    offload(ours, "cpu", home, blocks="blocks", checkpoint_activation=True)
+    for model, words in (
+        (plain, "modified by an inplace"),
+        (ours, r"blocks.1.0.weight of shard 1 was changed in place"),
+    ):
+
+        def write(*_: Any, model: Normalising = model) -> None:
+            normalise(model.blocks[1][0].weight, "in place")  # type: ignore[index]
+
+        model.blocks[3].register_full_backward_hook(write)
+        with pytest.raises(RuntimeError, match=words):
+            model(drawn(0, 3, WIDTH)).sum().backward()
+
+
 def test_data_of_another_type_is_refused_until_it_is_of_the_old_one(home: str) -> None:
     bare = between(AUTOCAST["linear"])
     model = OffloadModel(copy.deepcopy(bare), "cpu", home, 3, True)

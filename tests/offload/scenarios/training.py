@@ -264,3 +264,33 @@ def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.Mon
     output = model(x.clone().requires_grad_()).sum()
     by_host, copies, _ = waited(output.backward)
     assert [token for token in copies if token[0] == "L"][-1] in by_host, "the pass returned before its loads"
+
+
+@fails_with("a load may read what is stored")
+def data_assigned_in_a_forward_is_stored_when_no_load_reads_its_home(
+    monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    log: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        "offload.construction.open_lanes", lambda device, **_: CopyLanes(*(NotingLane(log) for _ in range(3)))
+    )
+    bare = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def assign(*_: Any) -> None:
+        bare[2].weight.data = torch.ones(WIDTH, WIDTH)
+        log.clear()
+
+    bare[1].register_forward_hook(assign)
+    model = OffloadModel(bare, "cpu", path, 4, True, memory=MemoryPolicy.fixed(slots=3, boundary_bytes=0))
+    stored = Shard.store_assigned_data
+    waited = set[str]()
+
+    def store(shard: Shard, *given: Any) -> None:
+        waited.update(token for kind, token in log if kind == "host")
+        stored(shard, *given)
+
+    monkeypatch.setattr(Shard, "store_assigned_data", store)
+    for _ in range(2):  # the second forward loads ahead
+        waited.clear()
+        model(torch.randn(2, WIDTH)).sum().backward()
+    assert {"L2", "L3"} <= waited, "a load may read what is stored"

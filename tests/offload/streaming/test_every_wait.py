@@ -192,6 +192,9 @@ NEEDS: dict[Scenario, list[str]] = {
         "engine.backward Backward.abort: self.streamer.cancel()",
         "streaming.lane CopyLanes.wait_idle: lane.wait_idle()",
     ],
+    training.data_assigned_in_a_forward_is_stored_when_no_load_reads_its_home: [
+        "engine.engine Engine._load_again: self.streamer.wait_for_home_reads()",
+    ],
     training.the_host_waits_at_the_end_of_a_pass_and_never_before: [
         "streaming.streamer Streamer.wait_for_home_reads: arrival.synchronize()",
         "engine.engine Engine.forward: self.streamer.wait_for_home_reads()",
