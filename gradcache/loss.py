@@ -330,20 +330,20 @@ class DistributedContrastiveLoss(SimpleContrastiveLoss):
                 targets of all processes in rank order.
             reduction: ``"mean"``, ``"sum"``, or ``"none"`` for this process's queries one by one, not scaled.
         """
-        local = target is None or target.size(0) == x.size(0)
         if target is None:
             target = self._target(x, y, None)
         rank = dist.get_rank(self.group)
         counted = int((target >= 0).sum())
-        sizes = rows_per_rank(x.size(0), y.size(0), counted, device=x.device, group=self.group)
+        sizes = rows_per_rank(x.size(0), y.size(0), counted, target.size(0), device=x.device, group=self.group)
+        local = all(queries == entries for queries, _, _, entries in sizes)  # one process may have all queries
         if local:
-            target = torch.where(target >= 0, target + sum(rows for _, rows, _ in sizes[:rank]), target)
+            target = torch.where(target >= 0, target + sum(rows for _, rows, *_ in sizes[:rank]), target)
         else:
-            start = sum(rows for rows, _, _ in sizes[:rank])
+            start = sum(rows for rows, *_ in sizes[:rank])
             target = target[start : start + x.size(0)]
-        gathered = gather_rows(y, [rows for _, rows, _ in sizes], self.group)
+        gathered = gather_rows(y, [rows for _, rows, *_ in sizes], self.group)
         if reduction == "none":
             return self._one_way(x, gathered, target, "none")
         mine, dtype = self._total(x, gathered, target)
-        total = sum(n for _, _, n in sizes) if local else counted
+        total = sum(n for _, _, n, _ in sizes) if local else counted
         return over_processes(mine, total if reduction == "mean" else 1, dtype, self.group)

@@ -104,6 +104,20 @@ def unused_parameters_and_gradients_of_before(rank: int) -> None:
     assert_same_step(expected, models)
 
 
+def targets_of_queries_that_one_process_has(rank: int) -> None:
+    x, y, target = batch(6, 1), batch(12, 2)[:, :6], torch.arange(6)
+    plain, mine = tower(1), tower(1)
+    expected = SimpleContrastiveLoss()(plain(x), y, target)
+    expected.backward()
+    found = DistributedContrastiveLoss()(mine(x[: 0 if rank else 6]), y[6 * rank :][:6], target)
+    found.backward()
+    for p in mine.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= 2
+    assert abs(float(found) - float(expected)) < 1e-6
+    assert_same_step([plain], [mine])
+
+
 def buffers_follow_rank_0(rank: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
@@ -373,6 +387,7 @@ CLAIMS: dict[str, Callable[[int], None]] = {
     "also for a static graph": partial(compare, rows=[4, 4], chunk=3, negatives=0, static=True),
     "also by tiles": partial(compare, rows=[5, 3], chunk=2, negatives=1, tiles=2),
     "also for a learnable temperature": partial(compare, rows=[3, 4], chunk=1, negatives=0, temperature=True),
+    "targets of all queries count once where one process has all queries": targets_of_queries_that_one_process_has,
     "a tower unused in one process counts zero there": unused_parameters_and_gradients_of_before,
     "a training step begins with the buffers of rank 0": buffers_follow_rank_0,
     "decorators gather over processes of different sizes": functional,
