@@ -223,6 +223,8 @@ class OffloadOptimizer(Optimizer):
 
     def _step(self) -> None:
         self._check_idle()
+        if self.in_backward is not None and hasattr(self, "grad_scale"):
+            self.in_backward.refuse_scaled()
         if self._raised is not None and self._raised.repeats(self._optimizers.backwards):
             self._end_step(self._raised, at_once=True)
             return

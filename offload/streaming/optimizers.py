@@ -93,6 +93,17 @@ class InBackward:
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
+    def refuse_scaled(self) -> None:
+        """Raises for a step of a ``GradScaler``, if this step's backward has updated with scaled gradients; from then
+        on always."""
+        if self._updated is not None:
+            self._failure = (
+                "a GradScaler scaled the loss, and update_in_backward=True has updated parameters with the scaled "
+                "gradients already. Train in bfloat16, which needs no scaler, or pass update_in_backward=False; make "
+                "model and optimizer anew and load the last checkpoint"
+            )
+            self.check()
+
     def close(self) -> None:
         """Ends the step: the next backward updates again."""
         self._updated = None

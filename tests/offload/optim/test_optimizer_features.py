@@ -44,6 +44,24 @@ def test_grad_scaler(home: str, inf_at: int | None, unscale: bool, max_norm: flo
     pair.assert_equal_states()
 
 
+@pytest.mark.parametrize("resident", [None, "1.*"])
+def test_a_grad_scaler_after_an_update_in_backward_is_refused(home: str, resident: str | None) -> None:
+    """Defect: parameters were updated with scaled gradients."""
+    model = OffloadModel(build(["linear", "linear"]), "cpu", home, num_slices=2, resident=resident)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with optimizer.accumulate():
+        scaler.scale(model(torch.ones(2, WIDTH)).sum()).backward()
+    scaler.step(optimizer)  # of stored gradients
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(2, WIDTH)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"a GradScaler scaled the loss.*bfloat16.*update_in_backward=False"):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="load the last checkpoint"):
+        optimizer.step()
+
+
 def test_a_state_dict_of_other_groups_is_refused_and_changes_nothing(home: str) -> None:
     pair = Pair("adamw", home)
     pair.backward()
