@@ -26,6 +26,7 @@ __all__ = [
 def groups_of(params: Any, ours: Collection[nn.Parameter]) -> list[dict[str, Any]]:
     """Groups as ``torch.optim`` takes them: parameters, ``(name, parameter)`` pairs, or dicts of these and options.
 
+    Given dicts are kept, with a list of their parameters: whoever writes to one changes the group, as in ``torch``.
     Raises TypeError for anything else; ValueError for none, or for a parameter that is not one of ``ours``.
     """
     if isinstance(params, (str, Tensor, Mapping)):
@@ -37,8 +38,8 @@ def groups_of(params: Any, ours: Collection[nn.Parameter]) -> list[dict[str, Any
     for group in given if isinstance(given[0], dict) else [{"params": given}]:
         if "params" not in group:
             raise ValueError(f"expected a group with the key 'params', got the keys {sorted(group)}")
-        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        groups.append({**group, "params": members})
+        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        groups.append(group)
     found = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
     if strangers := sum(isinstance(each, Tensor) and each not in ours for each in found):
         raise ValueError(

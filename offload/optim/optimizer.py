@@ -141,7 +141,7 @@ class OffloadOptimizer(Optimizer):
         template = optimizer_class(empty_groups, **optimizer_kwargs)
         self._states_at_once = bool(template.state)
         for group, checked in zip(groups, template.param_groups, strict=True):
-            group.update(options_of(checked))
+            group.update({**checked, "params": group["params"]})  # the caller's own dict and tensors, as in torch
         self._lane = open_update_lane(model.device)
         self.buffer_pool = IOBufferPool()
         kept = states_kept(optimizer_class, groups)

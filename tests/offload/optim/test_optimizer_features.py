@@ -84,6 +84,28 @@ def test_a_group_added_later_is_trained(home: str) -> None:
     assert_equal(bare, model)
 
 
+def test_the_dicts_and_tensors_of_groups_are_the_callers(home: str) -> None:
+    """Defect: they were copied, so a loop that wrote to them trained with the first rate."""
+    bare = build(["linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=False)
+    batches = [torch.randn(3, WIDTH) for _ in range(3)]
+    for net in (bare, model):
+        group: dict[str, Any] = {"params": net[0].parameters(), "lr": 0.1}
+        added: dict[str, Any] = {"params": net[1].parameters()}
+        rate = torch.tensor(0.1)
+        if net is bare:
+            optimizer: torch.optim.Optimizer = torch.optim.SGD([group], lr=rate)
+        else:
+            optimizer = OffloadOptimizer(model, torch.optim.SGD, params=[group], lr=rate)
+        optimizer.add_param_group(added)
+        for x in batches:
+            train(net, optimizer, [x])
+            group["lr"] *= 0.1
+            added["momentum"] = 0.9
+            rate.mul_(0.1)
+    assert_equal(bare, model)
+
+
 class Simple(torch.optim.Optimizer):
     """What the classes below share: a loop over groups and parameters with a gradient."""
 
