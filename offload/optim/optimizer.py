@@ -153,7 +153,7 @@ class OffloadOptimizer(Optimizer):
         self._filler = Threads(1, "offload-filler")
         self.factory = OptimizerFactory(optimizer_class, optimizer_kwargs, form_of(states))
         #: Of each shard, for the parameters of this optimizer.
-        self.param_blocks: dict[Shard, list[ParamBlock]] = {}
+        self.param_blocks: dict[Shard, list[ParamBlock]] = {shard: [] for shard in homes.shards}
         resident = [*homes.outside, *(() if homes.resident is None else [s.parameter for s in homes.resident.own])]
         #: Parameters that stay on the compute device; those that are taken apart are frozen.
         self._resident = [p for p in resident if not is_taken_apart(p)]
@@ -165,6 +165,9 @@ class OffloadOptimizer(Optimizer):
         self._group_changes = GroupChanges(optimizer_class)
         #: Whether it is known that the class runs a closure before it updates.
         self._runs_closures = optimizer_class.__module__.startswith("torch.optim.")  # none of them is LBFGS
+        #: The ids of the parameters of each group, and of what :attr:`state` shows of each parameter, by its id.
+        self._members: list[list[int]] = []
+        self._shown: dict[int, list[int]] = {}
         #: Of the class only: torch adds others to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
@@ -175,22 +178,54 @@ class OffloadOptimizer(Optimizer):
         """Adds a group, as in ``torch.optim``."""
         # parameters() finishes pending updates.
         (group,) = groups_of([param_group], {*self._model.parameters()})
+        self._follow_edits()
         super().add_param_group(group)
-        index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
-        for shard in self.homes.shards:
-            slices = [s for s in shard.own if self.homes.public.of(s) in members]
-            tier = shard.tier or self.homes.tier
-            self.param_blocks.setdefault(shard, []).extend(self.make_param_blocks(shard, slices, index, tier))
-        stored = {self.homes.public.stored(p) for p in members}
-        if resident := [p for p in self._resident if p in stored]:
-            slices, _ = layout(StoredTensor("", p) for p in resident)
-            self.resident_blocks.append(ParamBlock(Shard(-1, 0, []), slices, index, self.factory))
+        self._add_blocks(len(self.param_groups) - 1)
+        self._members = self._members_now()
         if self._states_at_once:
             for param_block in self._all_param_blocks():
                 param_block.prepare(self.options())
                 self.publish(param_block)
                 if param_block.shard.blocking_io:
                     return_freed_memory()  # states of a whole shard, which are in their file now
+
+    def _add_blocks(self, index: int) -> None:
+        """Makes the param blocks of a group."""
+        members = set(self.param_groups[index]["params"])
+        for shard in self.homes.shards:
+            slices = [s for s in shard.own if self.homes.public.of(s) in members]
+            tier = shard.tier or self.homes.tier
+            self.param_blocks[shard] += self.make_param_blocks(shard, slices, index, tier)
+        stored = {self.homes.public.stored(p) for p in members}
+        if resident := [p for p in self._resident if p in stored]:
+            slices, _ = layout(StoredTensor("", p) for p in resident)
+            self.resident_blocks.append(ParamBlock(Shard(-1, 0, []), slices, index, self.factory))
+
+    def _members_now(self) -> list[list[int]]:
+        return [[*map(id, group["params"])] for group in self.param_groups]
+
+    def edited(self) -> bool:
+        """Whether users changed the members of ``param_groups``, while no update is pending."""
+        return self._members != self._members_now()
+
+    def _follow_edits(self) -> None:
+        """Takes over what users changed in ``param_groups``, as ``torch`` does in a step. No update is pending.
+
+        Raises ValueError or RuntimeError before anything changes. After an OSError the next call goes on.
+        """
+        if not self.edited():
+            return
+        if self.in_backward is not None:
+            self.in_backward.check_between_steps()
+        members = [p for group in self.param_groups for p in group["params"]]
+        if len({*members}) < len(members) or not {*members} <= {*self._model.parameters()}:
+            raise ValueError("expected parameters of the model, each in one group, but param_groups was edited")
+        self.param_blocks, self.resident_blocks = {shard: [] for shard in self.homes.shards}, []
+        for index in range(len(self.param_groups)):
+            self._add_blocks(index)
+        for param_block in self._all_param_blocks():
+            self.load_states(param_block, self.options())
+        self._members = self._members_now()
 
     @restores_thread_state
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -230,6 +265,7 @@ class OffloadOptimizer(Optimizer):
             return
         self.homes.public.begin_step(self)
         self._synchronize()
+        self._follow_edits()
         self._raised = None
         streamer = self.homes.streamer
         # Other code that holds parameters can read them without asking the model.
@@ -313,13 +349,15 @@ class OffloadOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.
 
-        Weights that rest in memory are written to a home that is kept.
+        Takes over edits of the members of ``param_groups``, as ``step()`` does. Weights that rest in memory are written
+        to a home that is kept.
 
         Raises:
             OSError: if a home cannot be read or written. Call it again to resume.
             RuntimeError: if the class does not treat each parameter by itself.
         """
         self._synchronize()
+        self._follow_edits()
         if self.homes.tier.keeps:
             self.homes.write_back()
 
@@ -355,6 +393,7 @@ class OffloadOptimizer(Optimizer):
         """Loads a ``state_dict()`` of this optimizer, or of the plain one; the tensors are copied."""
         self._check_idle()
         self._synchronize()
+        self._follow_edits()
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         states = {p: state_dict["state"].get(n, {}) for n, p in zip(numbers, parameters, strict=False)}
@@ -470,7 +509,8 @@ class OffloadOptimizer(Optimizer):
     def _finish_job(self, job: UpdateJob) -> None:
         self.publish(job.param_block)
         index = job.param_block.group
-        self._group_changes.publish(self.param_groups[index], index, job.group_changes, job.options)
+        if index < len(self.param_groups):  # users may remove it meanwhile
+            self._group_changes.publish(self.param_groups[index], index, job.group_changes, job.options)
 
     # --- where states are stored --------------------------------------------------------------------------------------
 
@@ -479,7 +519,9 @@ class OffloadOptimizer(Optimizer):
         public = self.homes.public
         for s, state in zip(param_block.slices, param_block.states(), strict=True):
             if state:
-                self.state[public.of(s)] = public.show_state(s, state)
+                parameter = public.of(s)
+                self.state[parameter] = shown = public.show_state(s, state)
+                self._shown[id(parameter)] = [*map(id, shown.values())]
 
     def load_states(self, param_block: ParamBlock, options: list[dict[str, Any]]) -> None:
         """Takes the states of a param block from :attr:`state`, where they were loaded, and shows them there again."""
@@ -488,6 +530,7 @@ class OffloadOptimizer(Optimizer):
         param_block.load_states([public.stored_state(s, self.state.get(p, {})) for s, p in shown], options)
         for _, p in shown:
             self.state.pop(p, None)
+            self._shown.pop(id(p), None)
         self.publish(param_block)
 
     def make_param_blocks(self, shard: Shard, slices: Sequence[Slice], group: int, tier: Tier) -> list[ParamBlock]:
@@ -540,6 +583,7 @@ class OffloadOptimizer(Optimizer):
         Between devices states are copied, as by ``load_state_dict()``: which of them are on which device is the class's
         to decide.
         """
+        self._follow_edits()
         crosses = isinstance(tier, DeviceTier) or isinstance(shard.tier, DeviceTier)
         old, options = self.param_blocks.get(shard, []), self.options()
         new: list[ParamBlock] = []

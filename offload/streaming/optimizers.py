@@ -45,6 +45,9 @@ class ModelOptimizer(Protocol):
     def options(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group."""
 
+    def edited(self) -> bool:
+        """Whether users changed the members of groups since the optimizer took them over."""
+
     def update(self, shard: Any, options: list[dict[str, Any]], *, kept: dict[Slice, Tensor]) -> PendingUpdate | None:
         """The update of a shard from its stored gradients and the ``kept`` ones; None if it has no gradient."""
 
@@ -92,6 +95,13 @@ class InBackward:
         """Raises if a backward failed after it had updated a shard."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
+
+    def check_between_steps(self) -> None:
+        """Raises if a backward has updated and ``step()`` was not called yet."""
+        if self._updated is not None:
+            raise RuntimeError(
+                "the members of param_groups were edited between a backward that updates and step(); edit after step()"
+            )
 
     def refuse_scaled(self) -> None:
         """Raises for a step of a ``GradScaler``, if this step's backward has updated with scaled gradients; from then
@@ -143,6 +153,11 @@ class InBackward:
             raise RuntimeError(
                 f"{waiting} more forwards of this model still need their backward, but this one changes parameters; "
                 f"run it under `with optimizer.accumulate():`, or delete their outputs"
+            )
+        if optimizer.edited():
+            raise RuntimeError(
+                "the members of param_groups were edited, and this backward is to update; call "
+                "optimizer.synchronize() after such an edit, which takes it over"
             )
         shards = [*optimizer.param_blocks]
         calls = range(len(shards)) if order is None else order
