@@ -63,8 +63,8 @@ class OffloadOptimizer(Optimizer):
     ``state_dict()``, ``parameters()``, an attribute, a copy, a checkpoint) first finishes the pending updates. As long
     as other code holds a parameter, its gradient or a view of it (a list for an exponential average, a loop variable
     that still exists), ``step()`` updates at once, with no overlap; also for a class that changes its groups, such as
-    one that counts steps there, or with all shards in memory. Call :meth:`synchronize` before you read parameters or
-    states from ``param_groups`` or ``state`` of the optimizer itself.
+    one that counts steps there, or with all shards in memory. Call :meth:`synchronize` before you read parameters from
+    ``param_groups`` of the optimizer itself; reading ``state`` does so. Edits of both are followed by the next step.
 
     Args:
         model: whose parameters are trained.
@@ -205,13 +205,23 @@ class OffloadOptimizer(Optimizer):
         return [[*map(id, group["params"])] for group in self.param_groups]
 
     def edited(self) -> bool:
-        """Whether users changed the members of ``param_groups``, while no update is pending."""
-        return self._members != self._members_now()
+        """Whether users changed the members of ``param_groups``, or what is in ``state``, while no update is pending.
+
+        It calls nothing of Python for each parameter.
+        """
+        if self._members != self._members_now():
+            return True
+        members = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        states = map(vars(self)["state"].get, members, itertools.repeat(_NO_STATE))
+        values = itertools.chain.from_iterable(map(dict.values, states))
+        known = map(self._shown.get, itertools.chain.from_iterable(self._members), itertools.repeat(()))
+        return [*map(id, values)] != [*itertools.chain.from_iterable(known)]
 
     def _follow_edits(self) -> None:
-        """Takes over what users changed in ``param_groups``, as ``torch`` does in a step. No update is pending.
+        """Takes over what users changed in ``param_groups`` and ``state``, which ``torch`` reads in a step.
 
-        Raises ValueError or RuntimeError before anything changes. After an OSError the next call goes on.
+        No update may be pending. Raises ValueError or RuntimeError before anything changes. After an OSError the next
+        call goes on.
         """
         if not self.edited():
             return
@@ -220,6 +230,7 @@ class OffloadOptimizer(Optimizer):
         members = [p for group in self.param_groups for p in group["params"]]
         if len({*members}) < len(members) or not {*members} <= {*self._model.parameters()}:
             raise ValueError("expected parameters of the model, each in one group, but param_groups was edited")
+        self._members = []  # until all states are taken over
         self.param_blocks, self.resident_blocks = {shard: [] for shard in self.homes.shards}, []
         for index in range(len(self.param_groups)):
             self._add_blocks(index)
@@ -349,8 +360,8 @@ class OffloadOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.
 
-        Takes over edits of the members of ``param_groups``, as ``step()`` does. Weights that rest in memory are written
-        to a home that is kept.
+        Takes over edits of ``state`` and of the members of ``param_groups``, as ``step()`` does. Weights that rest in
+        memory are written to a home that is kept.
 
         Raises:
             OSError: if a home cannot be read or written. Call it again to resume.
@@ -514,22 +525,34 @@ class OffloadOptimizer(Optimizer):
 
     # --- where states are stored --------------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> Any:
+        """Of each parameter, as in ``torch.optim``: after the pending updates, which an access finishes."""
+        if not self.homes.busy:
+            self._synchronize()
+        return vars(self)["state"]
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        vars(self)["state"] = states
+
     def publish(self, param_block: ParamBlock) -> None:
         """Shows the states of a param block in :attr:`state`."""
         public = self.homes.public
         for s, state in zip(param_block.slices, param_block.states(), strict=True):
             if state:
                 parameter = public.of(s)
-                self.state[parameter] = shown = public.show_state(s, state)
+                vars(self)["state"][parameter] = shown = public.show_state(s, state)
                 self._shown[id(parameter)] = [*map(id, shown.values())]
 
     def load_states(self, param_block: ParamBlock, options: list[dict[str, Any]]) -> None:
         """Takes the states of a param block from :attr:`state`, where they were loaded, and shows them there again."""
         public = self.homes.public
+        states = vars(self)["state"]
         shown = [(s, public.of(s)) for s in param_block.slices]
-        param_block.load_states([public.stored_state(s, self.state.get(p, {})) for s, p in shown], options)
+        param_block.load_states([public.stored_state(s, states.get(p, {})) for s, p in shown], options)
         for _, p in shown:
-            self.state.pop(p, None)
+            states.pop(p, None)
             self._shown.pop(id(p), None)
         self.publish(param_block)
 
@@ -609,6 +632,10 @@ class OffloadOptimizer(Optimizer):
                 self.publish(block)
 
         return moved, commit
+
+
+#: What ``state`` shows of a parameter before its first update.
+_NO_STATE: dict[str, Any] = {}
 
 
 def _state_bytes(param_blocks: Iterable[ParamBlock]) -> int:

@@ -46,7 +46,7 @@ class ModelOptimizer(Protocol):
         """The hyperparameters of each group."""
 
     def edited(self) -> bool:
-        """Whether users changed the members of groups since the optimizer took them over."""
+        """Whether users changed states, or members of groups, since the optimizer took them over."""
 
     def update(self, shard: Any, options: list[dict[str, Any]], *, kept: dict[Slice, Tensor]) -> PendingUpdate | None:
         """The update of a shard from its stored gradients and the ``kept`` ones; None if it has no gradient."""
@@ -100,7 +100,8 @@ class InBackward:
         """Raises if a backward has updated and ``step()`` was not called yet."""
         if self._updated is not None:
             raise RuntimeError(
-                "the members of param_groups were edited between a backward that updates and step(); edit after step()"
+                "state, or members of param_groups, were edited between a backward that updates and step(); edit them "
+                "after step()"
             )
 
     def refuse_scaled(self) -> None:
@@ -154,9 +155,9 @@ class InBackward:
                 f"{waiting} more forwards of this model still need their backward, but this one changes parameters; "
                 f"run it under `with optimizer.accumulate():`, or delete their outputs"
             )
-        if optimizer.edited():
+        if not any(shard.pending for shard in optimizer.param_blocks) and optimizer.edited():
             raise RuntimeError(
-                "the members of param_groups were edited, and this backward is to update; call "
+                "state, or members of param_groups, were edited, and this backward is to update; call "
                 "optimizer.synchronize() after such an edit, which takes it over"
             )
         shards = [*optimizer.param_blocks]
@@ -270,5 +271,5 @@ class Optimizers:
         for other in self:
             if other is not optimizer:
                 known.update(p for group in other.param_groups for p in group["params"] if p in known)
-            known.update(p for p in other.state if p in known)
+            known.update(p for p in vars(other)["state"] if p in known)  # which finishes no update
         return known

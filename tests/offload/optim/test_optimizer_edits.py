@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer
+from offload.optim.param_block import ParamBlock
 from tests.offload.side_by_side import assert_equal, train
 from tests.offload.zoo import WIDTH
 
@@ -73,11 +75,45 @@ def emptied(net: nn.Module, optimizer: Any) -> None:
     optimizer.param_groups.clear()
 
 
+def cleared(net: nn.Module, optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def of_another_type(net: nn.Module, optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def without_some(net: Any, optimizer: Any) -> None:
+    for p in net[1].parameters():
+        del optimizer.state[p]
+
+
+def replaced(net: Any, optimizer: Any) -> None:
+    for p in [*net[1].parameters(), *net[3].parameters()]:
+        optimizer.state[p]["exp_avg"] = torch.ones_like(p)
+        optimizer.state[p]["step"] = torch.tensor(1.0)
+
+
+def in_place(net: Any, optimizer: Any) -> None:
+    for p in [*net[1].parameters(), *net[3].parameters()]:
+        optimizer.state[p]["exp_avg"].zero_()
+
+
+def merged(net: Any, optimizer: Any) -> None:
+    """The second group's members go to the first, and their states begin anew."""
+    first, second = (group["params"] for group in optimizer.param_groups)
+    for p in second:
+        optimizer.state[p] = {}
+    first.extend(second)
+    optimizer.param_groups.pop()
+
+
 MEMBERS = [removed, filtered, moved, reversed_, popped, emptied]
+STATES = [cleared, of_another_type, without_some, replaced, in_place, merged]
 
 
 @pytest.mark.parametrize("choices", [{}, {"update_in_backward": True}], ids=str)
-@pytest.mark.parametrize("edit", MEMBERS)
+@pytest.mark.parametrize("edit", [*MEMBERS, *STATES])
 def test_edits_between_steps_are_followed_as_by_torch(home: str, edit: Edit, choices: dict[str, Any]) -> None:
     assert_equal(trained(None, edit), trained(home, edit, **choices))
 
@@ -116,3 +152,25 @@ def test_a_parameter_in_two_groups_is_refused_and_changes_nothing(home: str) -> 
     del optimizer.param_groups[1]
     assert all(map(torch.equal, before, model.parameters()))
     steps(model, optimizer, 0, 1)
+
+
+def test_edits_that_storage_did_not_take_are_taken_by_the_next_step(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost of states that nobody edited."""
+    load, calls = ParamBlock.load_states, []
+
+    def fails_once(self: ParamBlock, *args: Any) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise OSError("no space")
+        load(self, *args)
+
+    def edit(net: Any, optimizer: Any) -> None:
+        optimizer.state[net[0][0].weight] = {}
+        if isinstance(optimizer, OffloadOptimizer):
+            with monkeypatch.context() as patch:
+                patch.setattr(ParamBlock, "load_states", fails_once)
+                with pytest.raises(OSError, match="no space"):
+                    optimizer.synchronize()
+
+    assert_equal(trained(None, edit), trained(home, edit))
+    assert calls
