@@ -1,4 +1,4 @@
-"""Tries whether an optimizer class updates each element by itself, so that it can update parts of parameters.
+"""Tries whether an optimizer class updates each parameter by itself, and each element, so that it can update parts.
 
 A class may scale an update by the norm of a parameter (LAMB), keep means of rows and columns (Adafactor) or make a
 matrix orthogonal (Muon). On the rows that one rank stores it would compute something else, without an error. What a
@@ -9,7 +9,8 @@ compared.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,57 @@ from torch.optim import Optimizer
 
 from offload.streaming.optimizers import ModelOptimizer
 
-__all__ = ["check_elementwise", "check_updates_parts"]
+__all__ = ["check_each_alone", "check_elementwise", "check_updates_parts"]
 
 #: Steps of the trial, and shape of the matrix.
 _STEPS, _SHAPE = 3, (4, 3)
 _HALVES = slice(None, _SHAPE[0] // 2), slice(_SHAPE[0] // 2, None)
 #: Relative difference that vectorised kernels may make.
 _TOLERANCE = 1e-4
+
+
+#: Of the gradients of steps: a norm is above and below what a class may clip by.
+_SCALES = (1.0, 1e3, 1e-3)
+
+
+def _updated(
+    kind: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    values: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:
+    """The values of parameters of one group after steps; ``gradients``: in each step, one for each parameter."""
+    parameters = [value.clone().requires_grad_() for value in values]
+    optimizer = kind([{**copy.deepcopy(dict(options)), "params": parameters}], **copy.deepcopy(dict(arguments)))
+    for of_step in gradients:
+        for parameter, gradient in zip(parameters, of_step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def check_each_alone(kind: Callable[..., Optimizer], options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError if a class updates two parameters otherwise together than apart.
+
+    A class that cannot be tried, since it needs a closure or other gradients, is accepted.
+    """
+    update, generator = partial(_updated, kind, options, arguments), torch.Generator().manual_seed(0)
+    values = [torch.randn(_SHAPE, generator=generator) for _ in range(2)]
+    gradients = [[scale * torch.randn(_SHAPE, generator=generator) for _ in values] for scale in _SCALES]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            together = update(values, gradients)
+            apart = [update([value], [[step[k]] for step in gradients])[0] for k, value in enumerate(values)]
+    except Exception:
+        return
+    if not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(together, apart, strict=True)):
+        name = getattr(kind, "__name__", kind)
+        raise TypeError(
+            f"{name} updates two parameters otherwise together than apart: it joins them, as by a global norm, or "
+            f"draws random numbers; but shards are updated one after the other. Clip with max_norm=, take a class that "
+            f"treats each parameter by itself, or give model.parameters() to {name} itself"
+        )
 
 
 def check_elementwise(
@@ -42,13 +87,7 @@ def check_elementwise(
     name = getattr(kind, "__name__", kind)
 
     def updated(value: Tensor, gradients: list[Tensor]) -> Tensor:
-        parameter = value.clone().requires_grad_()
-        group = {**copy.deepcopy(dict(options)), "params": [parameter]}
-        optimizer = kind([group], **copy.deepcopy(dict(arguments)))
-        for gradient in gradients:
-            parameter.grad = gradient.clone()
-            optimizer.step()
-        return parameter.detach()
+        return _updated(kind, options, arguments, [value], [[gradient] for gradient in gradients])[0]
 
     generator = torch.Generator().manual_seed(0)
     value, *gradients = (torch.randn(_SHAPE, generator=generator) for _ in range(1 + _STEPS))

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from offload.forms.quantised import StoredTensor, is_taken_apart
 from offload.heap import return_freed_memory
 from offload.optim.disk_update import DiskParamBlock, group_slices
-from offload.optim.elementwise import check_updates_parts
+from offload.optim.elementwise import check_each_alone, check_updates_parts
 from offload.optim.groups import (
     GroupChanges,
     check_choices,
@@ -85,8 +85,9 @@ class OffloadOptimizer(Optimizer):
         optimizer_kwargs: of ``optimizer_class``.
 
     Raises:
-        TypeError: if ``model`` or ``optimizer_class`` is of another type; or the class needs a closure, or with
-            ``states`` does not update each element by itself.
+        TypeError: if ``model`` or ``optimizer_class`` is of another type; or the class needs a closure, joins
+            parameters in a step (a global norm), draws random numbers, or with ``states`` does not update each element
+            by itself.
         ValueError: if hyperparameters are refused by the class, parameters are not the model's, or ``max_norm`` is
             combined with ``update_in_backward`` (the norm is known only after the last gradient), or ``states="8bit"``
             with a mesh; or if the model's ``memory`` is too small for the buffers of updates on disk.
@@ -142,6 +143,8 @@ class OffloadOptimizer(Optimizer):
         self._states_at_once = bool(template.state)
         for group, checked in zip(groups, template.param_groups, strict=True):
             group.update({**checked, "params": group["params"]})  # the caller's own dict and tensors, as in torch
+            if not optimizer_class.__module__.startswith("torch.optim."):
+                check_each_alone(optimizer_class, options_of(group), optimizer_kwargs)
         self._lane = open_update_lane(model.device)
         self.buffer_pool = IOBufferPool()
         kept = states_kept(optimizer_class, groups)

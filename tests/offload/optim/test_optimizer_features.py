@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
+from offload.embedding.rowwise import RowWiseAdagrad
 from offload.optim.elementwise import check_elementwise
 from tests.offload.pair import CLASSES, Pair
 from tests.offload.side_by_side import advance, assert_equal, train
@@ -128,12 +129,27 @@ class Simple(torch.optim.Optimizer):
 
 
 class Coupling(Simple):
-    """The rate comes from all parameters of a group together."""
+    """The rate comes from all parameters of a group together, after a begin in which it does not depend on them."""
 
     def begin(self, group: dict[str, Any]) -> float:
         norms = [float(p.grad.norm()) for p in group["params"] if p.grad is not None]
         group["d"] = group.get("d", 0.0) + sum(norms)
-        return 1 / max(group["d"], 1e-3)
+        return 1 / max(group["d"], 1e-3) if group["d"] > 1e6 else 1.0
+
+
+class Joining(Simple):
+    """Clips by the norm of all gradients, which it keeps nowhere."""
+
+    def begin(self, group: dict[str, Any]) -> float:
+        norms = [p.grad.norm() for each in self.param_groups for p in each["params"] if p.grad is not None]
+        return 1.0 if not norms else min(1.0, 1.0 / float(torch.stack(norms).norm()))
+
+
+class Drawing(Simple):
+    """Adds noise."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
+        p.add_(gradient + torch.randn_like(gradient), alpha=-lr)
 
 
 class Packed(Tensor):
@@ -294,6 +310,19 @@ def test_sixteen_bit_parameters_are_updated_as_the_plain_class_does(
         backward(step, torch.bfloat16, bare, model)
         advance(plain, ours)
     torch.testing.assert_close(dict(model.state_dict()), dict(bare.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Joining, Drawing])
+def test_a_class_that_updates_parameters_otherwise_together_is_refused(kind: Any) -> None:
+    """Defect: each part was clipped by its own norm. The trial draws no number of the user's."""
+    before = torch.get_rng_state()
+    with pytest.raises(TypeError, match=f"{kind.__name__} updates two parameters otherwise together than apart"):
+        OffloadOptimizer(OffloadModel(build(["linear"]), "cpu", num_slices=2), kind)
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=2)
+    torch.set_rng_state(before)
+    for accepted in (Coupling, Packing, Shared, Own, RowWiseAdagrad):
+        OffloadOptimizer(model, accepted)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 # --- which classes may update parts of parameters: found by trying ----------------------------------------------------
