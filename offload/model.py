@@ -527,8 +527,8 @@ def offload(
             micro-batches: ``.grad`` has this type, norms are those of what is stored, and an
             :class:`~offload.OffloadOptimizer` computes with it in the parameters' type. Other optimizers see 16 bits
             beside wider parameters, which most classes of torch refuse. Gradients of parameters that several layers
-            use or that have hooks, sparse ones, and those of what stays on the compute device keep their type; what is
-            updated in backward is not stored, and so not rounded. None: the type of each parameter.
+            use or that have hooks, sparse ones, and those of what stays on the compute device keep their type. It
+            excludes ``update_in_backward``, which stores none. None: the type of each parameter.
         accumulate_in_gradient_dtype: with ``gradient_dtype``, allow several backwards before gradients are cleared: the
             sum is rounded with each. False: they are refused, before they run.
         resident: names of parameters that stay on the compute device, with their gradients and optimizer states, or

@@ -82,13 +82,21 @@ def same_option(first: Any, second: Any) -> bool:
         return False
 
 
-def check_choices(kind: Any, max_norm: Any, update_in_backward: bool) -> None:
-    """Raises TypeError or ValueError for arguments of ``OffloadOptimizer`` that cannot be used (together)."""
+def check_choices(kind: Any, max_norm: Any, update_in_backward: bool, *, rounded: bool) -> None:
+    """Raises TypeError or ValueError for arguments of ``OffloadOptimizer`` that cannot be used (together).
+
+    ``rounded``: whether the model stores gradients in fewer bytes.
+    """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         got = repr(kind) if isinstance(kind, type) else f"an object of {type(kind).__name__}"
         raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={got}")
     if kind is torch.optim.LBFGS or issubclass(kind, torch.optim.LBFGS):
         raise TypeError("LBFGS needs a closure and one vector of all parameters; take a class that updates each alone")
+    if update_in_backward and rounded:
+        raise ValueError(
+            "update_in_backward=True and the model's gradient_dtype exclude each other: gradients are not stored, and "
+            "the plan would decide which of them are rounded. Leave out gradient_dtype, which saves nothing then"
+        )
     if max_norm is not None:
         if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
             raise TypeError(f"expected a number, got max_norm={max_norm!r}")

@@ -89,8 +89,9 @@ class OffloadOptimizer(Optimizer):
             parameters in a step (a global norm), draws random numbers, or with ``states`` does not update each element
             by itself.
         ValueError: if hyperparameters are refused by the class, parameters are not the model's, or ``max_norm`` is
-            combined with ``update_in_backward`` (the norm is known only after the last gradient), or ``states="8bit"``
-            with a mesh; or if the model's ``memory`` is too small for the buffers of updates on disk.
+            combined with ``update_in_backward`` (the norm is known only after the last gradient), or that with the
+            model's ``gradient_dtype``, or ``states="8bit"`` with a mesh; or if the model's ``memory`` is too small for
+            the buffers of updates on disk.
 
     On disk a step of Adam with two slots transfers, for each float32 parameter: 8 bytes of weights read, by the load of
     each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights written.
@@ -123,7 +124,8 @@ class OffloadOptimizer(Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         _check_model(model, optimizer_class)
-        check_choices(optimizer_class, max_norm, update_in_backward)
+        rounded = any(shard.gradient_types.rounded for shard in model._homes.shards)
+        check_choices(optimizer_class, max_norm, update_in_backward, rounded=rounded)
         self.max_norm = max_norm
         #: Number of steps. One that raised counts if it is sure to be applied.
         self.steps = 0

@@ -127,6 +127,10 @@ def test_a_model_that_cannot_be_is_refused(
         ({"max_norm": 0.0}, ValueError, "expected a positive norm"),
         ({"max_norm": "1"}, TypeError, "expected a number"),
         ({"max_norm": 1.0, "update_in_backward": True}, ValueError, "exclude each other"),
+        (
+            {"model": OffloadModel(linear(), "cpu", gradient_dtype=BF16), "update_in_backward": True},
+            *(ValueError, "model's gradient_dtype exclude each other"),
+        ),
         ({"lr": -1.0}, ValueError, "Invalid learning rate"),
         ({"params": "*.bias"}, TypeError, "iterable of parameters or groups"),
         ({"params": [{"params": "*.bias"}]}, TypeError, "Tensor"),
