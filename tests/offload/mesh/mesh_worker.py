@@ -519,6 +519,26 @@ def a_gradscaler_skips_a_step_on_all_ranks_or_on_none(world: World) -> None:
         assert difference(model, bare) < 1e-5
 
 
+def edits_of_groups_and_states_are_followed(world: World) -> None:
+    model, bare = world.model(build()), build()
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+    reference = torch.optim.AdamW(bare.parameters(), lr=0.01)
+    for number, each in enumerate(batches()):
+        if number == 1:
+            for edited in (optimizer, reference):
+                parameters = edited.param_groups[0]["params"]
+                del parameters[0]
+                edited.state[parameters[0]]["exp_avg"] = torch.zeros_like(parameters[0])
+                edited.state[parameters[1]] = {}
+                del parameters
+        loss_of(model(world.part(each))).backward()
+        loss_of(bare(each)).backward()
+        advance(optimizer, reference)
+        assert difference(model, bare) < 1e-5
+        bare.zero_grad()
+        model.zero_grad()
+
+
 # --- what is refused, and failures ------------------------------------------------------------------------------------
 
 
@@ -618,6 +638,7 @@ OF_TWO = [
     a_mesh_of_one_is_the_engine_without_a_mesh,
     checkpoints_and_weights_of_one_process_are_read_by_all_ranks,
     checkpoints_of_all_ranks_are_read_by_any_number,
+    edits_of_groups_and_states_are_followed,
     a_gradscaler_skips_a_step_on_all_ranks_or_on_none,
     ranks_that_differ_are_told_the_first_word_that_does,
     what_is_not_supported_is_refused_before_anything_changes,
