@@ -530,7 +530,8 @@ def offload(
             use or that have hooks, sparse ones, and those of what stays on the compute device keep their type. It
             excludes ``update_in_backward``, which stores none. None: the type of each parameter.
         accumulate_in_gradient_dtype: with ``gradient_dtype``, allow several backwards before gradients are cleared: the
-            sum is rounded with each. False: they are refused, before they run.
+            sum is rounded with each; that of two forwards in one backward with each forward, or once where their shard
+            is used in place, as the plan decides. False: they are refused, before they run.
         resident: names of parameters that stay on the compute device, with their gradients and optimizer states, or
             shell patterns of such: ``"*.lora_*"`` for adapters over a frozen base that streams. None: those of the
             layers stream.
