@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,15 +13,43 @@ from torch.optim import Optimizer
 
 __all__ = [
     "GroupChanges",
+    "Members",
     "check_choices",
     "check_closures",
     "check_sparse",
     "copied_options",
     "groups_of",
+    "members_of",
     "options_of",
     "placeholder",
     "same_option",
 ]
+
+
+class Members(list[nn.Parameter]):
+    """The parameters of a group. Whoever reads one here finds it after the pending updates: ``finish`` applies them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], finish: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self._finish = weakref.WeakMethod(finish)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        if (finish := self._finish()) is not None:
+            finish()
+        return super().__iter__()
+
+    def __getitem__(self, place: Any) -> Any:
+        iter(self)
+        return super().__getitem__(place)
+
+    def __reduce__(self) -> Any:
+        return list, ([*self],)
+
+
+def members_of(group: Mapping[str, Any]) -> Iterator[nn.Parameter]:
+    """The parameters of a group, without finishing updates."""
+    members = group["params"]
+    return list.__iter__(members) if isinstance(members, Members) else iter(members)
 
 
 def groups_of(params: Any, ours: Collection[nn.Parameter]) -> list[dict[str, Any]]:

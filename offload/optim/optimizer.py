@@ -20,10 +20,12 @@ from offload.optim.disk_update import DiskParamBlock, group_slices
 from offload.optim.elementwise import check_each_alone, check_updates_parts
 from offload.optim.groups import (
     GroupChanges,
+    Members,
     check_choices,
     check_closures,
     check_sparse,
     groups_of,
+    members_of,
     options_of,
     placeholder,
 )
@@ -60,11 +62,11 @@ class OffloadOptimizer(Optimizer):
     ``step()`` makes the updates pending and returns. Each shard is updated just before its next load, in the order of
     loads, while the shards before it compute. The result is that of the plain optimizer after ``clip_grad_norm_``, for
     any training loop: every access through the model, the module that was wrapped, or any part of it (a forward,
-    ``state_dict()``, ``parameters()``, an attribute, a copy, a checkpoint) first finishes the pending updates. As long
-    as other code holds a parameter, its gradient or a view of it (a list for an exponential average, a loop variable
-    that still exists), ``step()`` updates at once, with no overlap; also for a class that changes its groups, such as
-    one that counts steps there, or with all shards in memory. Call :meth:`synchronize` before you read parameters from
-    ``param_groups`` of the optimizer itself; reading ``state`` does so. Edits of both are followed by the next step.
+    ``state_dict()``, ``parameters()``, an attribute, a copy, a checkpoint), to ``state``, or to the parameters of
+    ``param_groups`` first finishes the pending updates. As long as other code holds a parameter, its gradient or a view
+    of it (a list for an exponential average, a loop variable that still exists), ``step()`` updates at once, with no
+    overlap; also for a class that changes its groups, such as one that counts steps there, or with all shards in
+    memory. Edits of ``state`` and of the members of ``param_groups`` are followed by the next step.
 
     Args:
         model: whose parameters are trained.
@@ -196,7 +198,9 @@ class OffloadOptimizer(Optimizer):
 
     def _add_blocks(self, index: int) -> None:
         """Makes the param blocks of a group."""
-        members = set(self.param_groups[index]["params"])
+        group = self.param_groups[index]
+        members = {*group["params"]}
+        group["params"] = Members(group["params"], self._finish_updates)
         for shard in self.homes.shards:
             slices = [s for s in shard.own if self.homes.public.of(s) in members]
             tier = shard.tier or self.homes.tier
@@ -207,7 +211,7 @@ class OffloadOptimizer(Optimizer):
             self.resident_blocks.append(ParamBlock(Shard(-1, 0, []), slices, index, self.factory))
 
     def _members_now(self) -> list[list[int]]:
-        return [[*map(id, group["params"])] for group in self.param_groups]
+        return [[*map(id, members_of(group))] for group in self.param_groups]
 
     def edited(self) -> bool:
         """Whether users changed the members of ``param_groups``, or what is in ``state``, while no update is pending.
@@ -216,7 +220,7 @@ class OffloadOptimizer(Optimizer):
         """
         if self._members != self._members_now():
             return True
-        members = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        members = itertools.chain.from_iterable(map(members_of, self.param_groups))
         states = map(vars(self)["state"].get, members, itertools.repeat(_NO_STATE))
         values = itertools.chain.from_iterable(map(dict.values, states))
         known = map(self._shown.get, itertools.chain.from_iterable(self._members), itertools.repeat(()))
@@ -357,9 +361,12 @@ class OffloadOptimizer(Optimizer):
         """Clears all gradients; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
         if not set_to_none:
             self._synchronize()
-        super().zero_grad(set_to_none)
+            super().zero_grad(set_to_none=False)
+        members = [p for group in self.param_groups for p in members_of(group)]
+        for p in members if set_to_none else ():
+            p.grad = None
         self.homes.public.take_gradients()
-        self.homes.public.drop_sums(p for group in self.param_groups for p in group["params"])
+        self.homes.public.drop_sums(members)
         self._raised = None
 
     def synchronize(self) -> None:
@@ -530,11 +537,14 @@ class OffloadOptimizer(Optimizer):
 
     # --- where states are stored --------------------------------------------------------------------------------------
 
+    def _finish_updates(self) -> None:
+        if not self.homes.busy:
+            self._synchronize()
+
     @property
     def state(self) -> Any:
         """Of each parameter, as in ``torch.optim``: after the pending updates, which an access finishes."""
-        if not self.homes.busy:
-            self._synchronize()
+        self._finish_updates()
         return vars(self)["state"]
 
     @state.setter

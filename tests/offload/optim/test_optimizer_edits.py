@@ -1,4 +1,4 @@
-"""Loops that edit what an optimizer holds: members of groups, and states. Defect: edits were ignored silently."""
+"""Loops that edit what an optimizer holds: members of groups, parameters, states. Defect: silently something else."""
 
 from __future__ import annotations
 
@@ -99,6 +99,18 @@ def in_place(net: Any, optimizer: Any) -> None:
         optimizer.state[p]["exp_avg"].zero_()
 
 
+@torch.no_grad()
+def clamped(net: nn.Module, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def scaled(net: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"][0].mul_(0.5)
+
+
 def merged(net: Any, optimizer: Any) -> None:
     """The second group's members go to the first, and their states begin anew."""
     first, second = (group["params"] for group in optimizer.param_groups)
@@ -113,7 +125,7 @@ STATES = [cleared, of_another_type, without_some, replaced, in_place, merged]
 
 
 @pytest.mark.parametrize("choices", [{}, {"update_in_backward": True}], ids=str)
-@pytest.mark.parametrize("edit", [*MEMBERS, *STATES])
+@pytest.mark.parametrize("edit", [*MEMBERS, *STATES, clamped, scaled])
 def test_edits_between_steps_are_followed_as_by_torch(home: str, edit: Edit, choices: dict[str, Any]) -> None:
     assert_equal(trained(None, edit), trained(home, edit, **choices))
 

@@ -38,7 +38,7 @@ def _same(pair: Pair, parameters: list[torch.Tensor]) -> None:
 
 def _past_the_model(pair: Pair) -> list[torch.Tensor]:
     """The parameters, from what has to hold them itself."""
-    return list(pair.ours.param_groups[0]["params"])
+    return [*list.__iter__(pair.ours.param_groups[0]["params"])]
 
 
 @fails_with("Tensor-likes are not")
@@ -102,6 +102,11 @@ def a_second_step_is_a_second_update(pair: Pair) -> None:
 def synchronize_finishes_the_update(pair: Pair) -> None:
     pair.ours.synchronize()
     _same(pair, _past_the_model(pair))
+
+
+@after_a_step
+def parameters_of_groups_are_updated(pair: Pair) -> None:
+    _same(pair, pair.ours.param_groups[0]["params"])
 
 
 @after_a_step
