@@ -119,10 +119,11 @@ class DeferredBatchNorm(BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> Any:
-        """The module with each BatchNorm in it replaced by a DeferredBatchNorm that shares its parameters and buffers.
+        """The module with each BatchNorm in it replaced by a DeferredBatchNorm that shares its attributes and hooks.
 
         Layers without running statistics, and layers converted already for the same ``chunks``, are kept. The given
-        module is not changed, but containers without a BatchNorm are shared with the result.
+        module is not changed, but containers without a BatchNorm are shared with the result. A BatchNorm with a forward
+        of its own (SyncBatchNorm, one with an activation) raises ValueError.
 
         Modules that take turns at a device (:class:`pipe.TakesTurns`) are kept whole, since they store the parameters
         of their layers: one with a BatchNorm that is not converted raises ValueError. Those converted already count the
@@ -141,10 +142,16 @@ class DeferredBatchNorm(BatchNorm):
         if isinstance(module, BatchNorm):
             if not module.track_running_stats or (isinstance(module, cls) and module.chunks == chunks):
                 return module
-            deferred = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
-            deferred._parameters = module._parameters
-            deferred._buffers = module._buffers
-            return deferred.train(module.training)
+            if getattr(module.forward, "__func__", None) not in (BatchNorm.forward, cls.forward):
+                raise ValueError(
+                    f"expected a BatchNorm with torch's forward, got a {type(module).__name__} with one of its own, "
+                    f"which would not run; put what it adds into a layer after a BatchNorm, or leave out "
+                    f"deferred_batch_norm"
+                )
+            deferred = cls.__new__(cls)
+            deferred.__dict__.update(module.__dict__, chunks=chunks, _announced=None)
+            deferred.begin(chunks)
+            return deferred
         children = {
             key: child and cls.convert_deferred_batch_norm(child, chunks) for key, child in module._modules.items()
         }

@@ -142,6 +142,28 @@ def test_converted_again_for_another_number_of_micro_batches_it_counts_those() -
     assert_same_statistics(of_eight[0], norm)
 
 
+class _Activated(nn.BatchNorm1d):
+    def forward(self, input: Any) -> Any:
+        return super().forward(input).relu()
+
+
+def test_a_batch_norm_keeps_its_hooks_and_one_with_a_forward_of_its_own_is_refused() -> None:
+    norm, x = nn.BatchNorm1d(2), torch.randn(8, 2)
+    norm.register_forward_hook(lambda module, args, output: output * 2)
+    norm.register_forward_pre_hook(lambda module, args: args[0] + 1)
+    plain = nn.Sequential(nn.Linear(2, 2), norm)
+    pipe = Pipe(copy.deepcopy(plain), [1, 1], chunks=1, deferred_batch_norm=True)
+    torch.testing.assert_close(pipe(x), plain(x))
+    torch.testing.assert_close(pipe.eval()(x), plain.eval()(x))
+    patched = nn.BatchNorm1d(2)
+    patched.forward = _Activated.forward.__get__(patched)  # type: ignore[method-assign]
+    for each in (_Activated(2), nn.SyncBatchNorm(2), patched):
+        with pytest.raises(ValueError, match=f"got a {type(each).__name__} with one of its own"):
+            Pipe(nn.Sequential(nn.Linear(2, 2), nn.Sequential(each)), [1, 1], chunks=1, deferred_batch_norm=True)
+    kept = nn.Sequential(_Activated(2, track_running_stats=False))
+    assert DeferredBatchNorm.convert_deferred_batch_norm(kept, 2) is kept
+
+
 def test_an_input_without_channels_is_refused() -> None:
     with pytest.raises(ValueError, match=r"at least 2 dimensions.*\(3,\)"):
         DeferredBatchNorm(3)(torch.ones(3))
