@@ -213,13 +213,7 @@ class Pipe(nn.Module):
         values: list[Values] = [{None: batch} for batch in batches]
         del batches
         with mini_batch(count), frozen_weights(takers):
-            Pipeline(
-                values,
-                self._stages,
-                turns=self._turns,
-                checkpoint_stop=checkpoint_stop,
-                trace=self._trace,
-            ).run()
+            Pipeline(values, self._stages, turns=self._turns, checkpoint_stop=checkpoint_stop, trace=self._trace).run()
         outputs = [value[None] for value in values]
         if count == 1:
             return outputs[0]
@@ -229,13 +223,7 @@ class Pipe(nn.Module):
     @breaks_compiled_graphs
     @restores_thread_state
     def train_step(
-        self,
-        input: Any,
-        target: Any,
-        loss_fn: LossFn,
-        *,
-        schedule: str = "1f1b",
-        reduction: str | None = None,
+        self, input: Any, target: Any, loss_fn: LossFn, *, schedule: str = "1f1b", reduction: str | None = None
     ) -> Tensor:
         """Forward and backward of a mini-batch in the order of a schedule; gradients are added to ``.grad``.
 

@@ -13,13 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipe.turn import TakesTurns
 
-__all__ = [
-    "beyond_layers",
-    "check_plain",
-    "check_reduced",
-    "check_rows_first",
-    "check_updates",
-]
+__all__ = ["beyond_layers", "check_plain", "check_reduced", "check_rows_first", "check_updates"]
 
 
 #: A wrapped module has no reference to its wrapper; but the wrapper registers it as a submodule, and torch calls a hook

@@ -42,12 +42,7 @@ def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
 
 
 def balance_by_time(
-    partitions: int,
-    module: nn.Sequential,
-    sample: Any,
-    *,
-    timeout: float = 1.0,
-    device: Device | None = None,
+    partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[int]:
     """A balance by time of forward and backward.
 

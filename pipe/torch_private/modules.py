@@ -9,12 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
 from torch.nn.utils import parametrize
 
-__all__ = [
-    "HOOKS_OF_MODULES",
-    "BatchNorm",
-    "BatchOrInstanceNorm",
-    "caches_parametrizations",
-]
+__all__ = ["HOOKS_OF_MODULES", "BatchNorm", "BatchOrInstanceNorm", "caches_parametrizations"]
 
 
 #: The attributes of a module that hold its hooks by number, and options of some of these hooks.
