@@ -53,7 +53,7 @@ from offload import OffloadModel
 from pipe.interception import intercepting
 from pipe.nested import TreeSpec, flatten, tensors_in, unflatten
 from pipe.phony import get_phony
-from pipe.recompute.phase import enable_recomputing
+from pipe.recompute.phase import enable_recomputing, is_checkpointing
 from pipe.recompute.replay import Replay, Rewound
 from pipe.recompute.thread_state import ThreadState
 from pipe.torch_private.autograd import saved_tensor_hooks
@@ -230,6 +230,8 @@ def why_not_deferred() -> str:
     hooks = saved_tensor_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
         return "it is called inside torch.utils.checkpoint, which counts the tensors that its forward saves"
+    if is_checkpointing():
+        return "it is called inside pipe.checkpoint, which runs it again in backward"
     if transform_of_functions_under_way():
         return "it is called inside a transform of torch.func"
     if DISPATCH_MODES.active():

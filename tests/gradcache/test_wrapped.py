@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from gradcache import GradCache
 from offload import OffloadOptimizer
 from offload.streaming.streamer import Streamer
+from pipe.checkpoint import checkpoint as pipe_checkpoint
 from tests.gradcache.towers import offloaded
 from tests.gradcache.wrapped_towers import (
     KINDS,
@@ -219,11 +220,13 @@ def test_calls_that_cannot_run_together_are_right_with_one_warning(kind: Any, wo
     assert kind is not EitherOrder or sum(loads(ours)) <= 2 * 6 * SHARDS
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_call_inside_a_checkpoint_of_torch_is_run_where_it_is(reentrant: bool) -> None:
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "pipe"])
+def test_a_call_inside_a_checkpoint_is_run_where_it_is(kind: str) -> None:
     class Checkpointed(Residual):
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.body, self.first(x), use_reentrant=reentrant)
+            if kind == "pipe":
+                return pipe_checkpoint(lambda v: self.body(v) * 2, self.first(x))
+            return checkpoint(self.body, self.first(x), use_reentrant=kind == "reentrant")
 
     plain = Checkpointed()
     ours = with_offload(plain)
@@ -233,7 +236,7 @@ def test_a_call_inside_a_checkpoint_of_torch_is_run_where_it_is(reentrant: bool)
         GradCache([ours], 2, square)(rows(6))
     assert_same(plain, ours)
     said = [str(warning.message) for warning in caught if "Sequential in Checkpointed" in str(warning.message)]
-    assert len(said) == (not reentrant)
+    assert len(said) == (kind != "reentrant")
 
 
 # --- towers that train as the plain ones ---------------------------------------------------------------------------
