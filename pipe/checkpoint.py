@@ -49,7 +49,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from pipe.nested import LEAVES, flatten, map_together
 from pipe.recompute.captured import Captured, captured
 from pipe.recompute.generators import generators_of
-from pipe.recompute.phase import enable_recomputing, is_checkpointing, is_recomputing
+from pipe.recompute.phase import enable_recomputing, is_checkpointing, is_recomputing, lent_weights
 from pipe.recompute.recomputed import Call
 from pipe.recompute.replay import Layers, Replay, refuse_cached_parametrizations
 from pipe.recompute.thread_state import Settings
@@ -115,6 +115,8 @@ def _first(
     if found is None:
         return None, function(*args, **kwargs)
     call = Call("a checkpointed function", function, found, to_the_end=True)
+    if (lent := lent_weights.get()) is not None:
+        call.references, call.around = lent
     call.save_inputs(args, kwargs)
     return call, call.first(function, args, kwargs)
 
@@ -133,8 +135,11 @@ def _before(
     refuse_cached_parametrizations(layers.modules)
     devices = layers.own_devices | {x.device for x in (*leaves, *found.objects) if isinstance(x, Tensor)}
     held = {id(each): each for each in (*layers.generators, *found.generators)}
+    lent = lent_weights.get() is not None
+    if lent:
+        layers.parameters.clear()  # they are of this run, and what lends them compares them
     return Replay(
-        generators_of(devices, held.values()), Settings(devices), layers, compares=True, objects=found.objects
+        generators_of(devices, held.values()), Settings(devices), layers, compares=not lent, objects=found.objects
     )
 
 

@@ -12,7 +12,7 @@ no graph      under ``no_grad``, or where nothing takes a gradient
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,10 @@ from offload.engine.block import RUNS_NOTED, Block, Known
 from offload.engine.saved_weights import REFERENCES, Reference, SavedWeights, keep_casts
 from offload.engine.selected import Selected
 from offload.engine.visit import Visit, enter
+from offload.engine.weights import Bound
+from pipe.freed import Life
 from pipe.nested import map_tensors, tensors_in
+from pipe.recompute.phase import lent_weights
 from pipe.recompute.recomputed import Call, unchanged
 from pipe.recompute.replay import Replay
 from pipe.recompute.thread_state import lasting_hooks
@@ -124,10 +127,12 @@ class Cell:
             return unchanged(tensor, version, name)
 
         weights.running = [(view, view._version) for view in views]
+        token = lent_weights.set(_lent(block, visit, weights, life) if views else None)
         try:
             with saved_tensors_hooks(*uncompiled_hooks(pack, unpack)):
                 return self._noted(self._call, enter(visit, views, self.tokens), args, kwargs)
         finally:
+            lent_weights.reset(token)
             weights.running = ()  # hooks of the graph hold it
 
     def recompute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -144,7 +149,11 @@ class Cell:
             call_first, call_again = [partial(_within, each, self._call) for each in selected.contexts]
 
         def first(*args: Any, **kwargs: Any) -> Any:
-            return self._noted(call_first, enter(visit, views, self.tokens), args, kwargs)
+            token = lent_weights.set(None if places is None else _lent(block, visit, places, life))
+            try:
+                return self._noted(call_first, enter(visit, views, self.tokens), args, kwargs)
+            finally:
+                lent_weights.reset(token)
 
         def again(*args: Any, _life: Any = life, **kwargs: Any) -> Any:
             if places is not None:
@@ -283,6 +292,25 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # inference tensors count none
         return [0] * len(tensors)
+
+
+def _lent(block: Block, visit: Visit, saved: SavedWeights, life: Life | None) -> Any:
+    """What a checkpoint inside the block needs for its second run, see :data:`.lent_weights`."""
+    return (saved.refer, saved.resolve), partial(_bound_again, block, visit, saved, life)
+
+
+@contextlib.contextmanager
+def _bound_again(block: Block, visit: Visit, saved: SavedWeights, _life: Life | None) -> Iterator[None]:
+    """A context in which the block has the weights of a visit again."""
+    if block.weights.is_bound:  # by its forward, in which a backward runs
+        yield
+        return
+    saved.check_unwritten(p for _, p in block.region.parameters)
+    views = visit.views(visit)
+    with Bound(
+        block.weights, [v.detach().requires_grad_() if k in visit.positions else v for k, v in enumerate(views)]
+    ):
+        yield
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -132,12 +132,12 @@ class SavedWeights:
         return negative_view(memory) if saved.negative else memory
 
     def check_unwritten(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raises RuntimeError if a later cell has written one of these, which a second run would use."""
+        """Raises RuntimeError if this or a later cell has written one of these, which a second run would use."""
         if self._visit.rewritten:
             own = {*map(id, parameters)}
             for k, (run, _) in self._visit.rewritten.items():
                 s = self._visit.weights.shard.slices[k]
-                if run > self._run and id(s.parameter) in own:
+                if run >= self._run and id(s.parameter) in own:
                     _refuse_rewritten(s.name)
 
     def _cast(self, tensor: Tensor) -> _Cast | None:

@@ -117,6 +117,11 @@ class Weights:
         slots.count_views(slot, storage_uses(slot) - before)
         return views
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether modules have values in place of parameters."""
+        return bool(self._open)
+
     def homes_moved(self) -> None:
         """Called when homes have moved."""
         #: Whether the gradient of each parameter rests where layers make it, so that autograd accumulates it.

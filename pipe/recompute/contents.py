@@ -131,6 +131,8 @@ class Contents:
                 for name, x in content.attributes.items():
                     if type(x) is Tensor and x.grad_fn is not None and own.get(name) is not x:
                         content.attributes[name] = x.detach().requires_grad_()  # else each batch holds the one before
+            if type(content) is _Held and content.whole:
+                content.attributes["_parameters"] = None  # they may be there for this run only
         if changed:
             self.check("while the module runs")
         return changed
@@ -158,6 +160,8 @@ class Contents:
 
 
 def _put_held(own: dict[str, Any], held: _Held) -> bool:
+    if held.whole:
+        held.attributes["_parameters"] = own["_parameters"]
     changed = held.whole and not _same_items(own, held.attributes)
     if changed:
         for name in own.keys() - held.attributes.keys():

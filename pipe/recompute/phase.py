@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
 
 from pipe.torch_private.autograd import in_backward
 
-__all__ = ["enable_recomputing", "is_checkpointing", "is_recomputing", "phase"]
+__all__ = ["enable_recomputing", "is_checkpointing", "is_recomputing", "lent_weights", "phase"]
 
 
 class _Phase(threading.local):
@@ -25,6 +27,11 @@ class _Phase(threading.local):
 
 #: The phase of this thread.
 phase = _Phase()
+
+
+#: Set while layers run that have their weights only for that time: ``references`` and ``around`` of each
+#: :class:`~pipe.recompute.recomputed.Call` inside them, so that its second run has the weights again.
+lent_weights: ContextVar[Any] = ContextVar("lent_weights", default=None)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ Source: ``torch.utils.checkpoint`` without reentrant autograd, which keeps a hol
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,7 @@ __all__ = ["Call", "Stop", "unchanged"]
 
 
 References = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Stop(BaseException):
@@ -92,6 +94,7 @@ class Call:
         again: what runs in backward, with the arguments of :meth:`save_inputs`.
         state: of the modules that run, begun just before.
         references: what replaces a tensor of the second run until it is used, and what makes the tensor of it.
+        around: makes a context for a second run.
         on_save: called with each tensor that the call would save.
         begins: called before a second run, and before what it gets is read.
         to_the_end: whether second runs do not stop when all tensors have been made, so that all that they save is
@@ -102,6 +105,7 @@ class Call:
     again: Callable[..., Any]
     state: Replay
     references: References | None = None
+    around: Around = contextlib.nullcontext
     on_save: Callable[[Tensor], None] | None = None
     begins: Callable[[], None] | None = None
     to_the_end: bool = False
@@ -204,7 +208,7 @@ class Call:
         state, lock = Rewound(self.state), self.state.lock
         held = lock is not shared_generators or holds_generators()
         try:
-            with lock, state, with_subclasses(), torch.enable_grad(), hooks:
+            with lock, state, with_subclasses(), torch.enable_grad(), hooks, self.around():
                 self.state.settings.run(self.again, *args, **kwargs)
         except Stop:
             pass

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from pipe.recompute.phase import is_recomputing, phase
+from pipe.recompute.phase import is_recomputing, lent_weights, phase
 from pipe.torch_private.autograd import (
     SavedTensorHooks,
     pop_saved_tensor_hooks,
@@ -178,6 +178,7 @@ class ThreadState:
                 torch.clear_autocast_cache()
         torch.set_grad_enabled(self.grad)
         phase.flags = self.phase
+        lent_weights.set(self.variables.get(lent_weights))
         if not self.holds_generators:
             release_generators()
 

@@ -15,6 +15,8 @@ from offload.engine.boundaries import Boundaries
 from offload.planning.step_model import WRITES_IN_FLIGHT
 from offload.storage import DiskTier
 from offload.telemetry.statistics import Meter
+from pipe import Pipe
+from pipe.checkpoint import checkpoint
 from tests.offload.late import LateLane
 from tests.offload.side_by_side import assert_equal
 
@@ -46,6 +48,46 @@ def test_hooks_beside_updates_in_backward_are_refused_before_a_shard_is_updated(
     model(torch.randn(6, WIDTH)).sum().backward()
     optimizer.step()
     assert not all(map(torch.equal, before, model.parameters()))
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints its layers, all but one of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = mlp(2), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(lambda v: checkpoint(self.layers, v) * self.scale, x)
+        return output * self.scale
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("kind", ["checkpoint", "Pipe"])
+def test_layers_may_checkpoint_themselves(home: str, kind: str, blocks: bool, recompute: bool) -> None:
+    torch.manual_seed(0)
+    pipes = [Pipe(nn.Sequential(mlp(1), nn.Dropout(0.5)), [1, 1], ["cpu"] * 2, chunks=2) for _ in range(4)]
+    bare = nn.Sequential(*(pipes if kind == "Pipe" else [Checkpointed() for _ in range(4)]))
+    options = {"blocks": ["0", "1", "2", "3"]} if blocks else {}
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 4, recompute, **options)
+    x = torch.randn(6, WIDTH)
+    for step in range(3):
+        for each in (bare, model):
+            torch.manual_seed(step)
+            each(x).square().sum().backward()
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_equal(bare, model)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_layers_checkpoint_is_compared_with_the_forward(home: str, recompute: bool) -> None:
+    model = OffloadModel(nn.Sequential(*(Checkpointed() for _ in range(4))), "cpu", home, 4, recompute)
+    loss = model(torch.randn(6, WIDTH)).sum()
+    with torch.no_grad():
+        model[1].layers[0][0].weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"parameter 1.layers.0.0.weight .* changed in place between the forward"):
+        loss.backward()
 
 
 # --- weights that layers write --------------------------------------------------------------------------------------

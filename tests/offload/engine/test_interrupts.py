@@ -22,7 +22,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.backward import Backward
-from pipe.recompute.phase import is_checkpointing, is_recomputing
+from pipe.recompute.phase import is_checkpointing, is_recomputing, lent_weights
 from tests.offload.blocks.towers import loss_of, make, words
 from tests.offload.interrupts import Line, interrupted, lines_of
 from tests.offload.zoo import WIDTH, build
@@ -148,6 +148,7 @@ class Run:
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         assert not dispatch._get_current_dispatch_mode_stack()
         assert not is_checkpointing()
+        assert lent_weights.get() is None
         assert not is_recomputing()
         assert not [thread for thread in threading.enumerate() if thread.name == "offload-forward"]
 
