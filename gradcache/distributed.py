@@ -13,7 +13,8 @@ Guarantees
       functions, see ``used_modules``. A trainable tensor that is not found is refused before any ``.grad`` is written.
     * Towers with DTensors as parameters (``fully_shard``, ``OffloadModel`` with ``mesh=``) reduce their own gradients.
       Other parameters of such a tower, and trainable parts outside that are found, are averaged beside them.
-    * The caller's own forward of a wrapper, in the same backward or across a step, is reduced by the wrapper.
+    * The caller's own forward of a wrapper, in the same backward or across a step, is reduced by the wrapper. With a
+      static graph its first backward must come before the first step.
 
 Each forward of a tower that FSDP shards is a collective, so every process must run
 equally many chunks of it, in the same order. With unequal numbers some processes would wait for ever; so the numbers
@@ -32,7 +33,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ from offload.identities import identities_only
 from pipe.gradients import leaves_of
 from pipe.nested import tensors_in
 from pipe.torch_private.autograd import at_end_of_backward
+from pipe.torch_private.distributed import has_counted_graph
 
 __all__ = [
     "Reduction",
@@ -149,6 +151,8 @@ class RowsOfAll:
 _BUCKET_BYTES = 25 << 20
 #: For each wrapper, the number of forwards whose backward has not run.
 _pending: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+#: Wrappers whose static graph took a backward of a step for their own first one: they would reduce nothing later.
+_miscounted: WeakSet[nn.Module] = WeakSet()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -177,6 +181,11 @@ def _note_forward(wrapper: nn.Module, args: Any, output: Any) -> None:
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not outputs or not torch.is_grad_enabled() or not wrapper.require_backward_grad_sync:
         return
+    if wrapper in _miscounted:
+        raise RuntimeError(
+            "expected DistributedDataParallel(static_graph=True) to run a first backward of its own before GradCache "
+            "steps, since it counts gradients in its first one; run one before them, or leave out static_graph"
+        )
     _pending[wrapper] += 1
 
     def on_first_gradient(gradient: Tensor) -> None:
@@ -240,6 +249,8 @@ class Reduction:
                 stack.enter_context(model.no_sync())
             if self.has_pending_forwards:
                 stack.enter_context(representations.past_accumulation_hooks())
+            else:
+                _miscounted.update(w for w in self._wrapped if w.static_graph and not has_counted_graph(w))
             yield
 
     @property

@@ -114,10 +114,7 @@ class CachedLoss(nn.Module):
         return labels
 
     def _encoded(
-        self,
-        model: nn.Module,
-        columns: Sequence[dict[str, Tensor]],
-        process_fn: Callable[[Any], Any] | None = None,
+        self, model: nn.Module, columns: Sequence[dict[str, Tensor]], process_fn: Callable[[Any], Any] | None = None
     ) -> list[Tensor]:
         """The representations of each column. ``process_fn`` makes the model's call of that of a mini-batch."""
         # A model is called with the dict as its one argument, not with its members as keywords.

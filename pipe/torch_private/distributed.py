@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["metadata_types", "timeout_of"]
+__all__ = ["has_counted_graph", "metadata_types", "timeout_of"]
+
+
+def has_counted_graph(wrapper: Any) -> bool:
+    """Whether a DistributedDataParallel with a static graph has run its first backward, which counts gradients."""
+    return bool(getattr(wrapper, "_static_graph_delay_allreduce_enqueued", True))
 
 
 def timeout_of(group: Any, device_type: str = "cpu") -> timedelta:

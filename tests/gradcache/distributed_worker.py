@@ -118,6 +118,28 @@ def targets_of_queries_that_one_process_has(rank: int) -> None:
     assert_same_step([plain], [mine])
 
 
+def static_graph_beside_steps(rank: int) -> None:
+    """The wrapper counts gradients in its first backward, which must be its own if it is used for others."""
+    x = batch(8, 3)
+    for own_first in (True, False):
+        expected, ours = tower(1), tower(1)
+        wrapped = DistributedDataParallel(ours, static_graph=True)
+        mine = x[4 * rank : 4 * rank + 4]
+        step = GradCache([wrapped], 2, torch.mean)
+        if own_first:
+            for model, given in ((expected, x), (wrapped, mine)):
+                model(given).square().mean().backward()
+        for _ in range(2):
+            step(mine)
+            if not own_first:
+                with pytest.raises(RuntimeError, match="run one before them, or leave out static_graph"):
+                    wrapped(mine)
+                return
+            wrapped(mine).square().mean().backward()
+            (expected(x).mean() + expected(x).square().mean()).backward()
+        assert_same_step([expected], [ours])
+
+
 def buffers_follow_rank_0(rank: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
@@ -385,6 +407,7 @@ CLAIMS: dict[str, Callable[[int], None]] = {
     "also for uneven last batches": partial(compare, rows=[5, 2], chunk=2, negatives=1),
     "also for tied towers": partial(compare, rows=[3, 5], chunk=2, negatives=0, tied=True),
     "also for a static graph": partial(compare, rows=[4, 4], chunk=3, negatives=0, static=True),
+    "another use of a static graph comes first or is refused": static_graph_beside_steps,
     "also by tiles": partial(compare, rows=[5, 3], chunk=2, negatives=1, tiles=2),
     "also for a learnable temperature": partial(compare, rows=[3, 4], chunk=1, negatives=0, temperature=True),
     "targets of all queries count once where one process has all queries": targets_of_queries_that_one_process_has,
