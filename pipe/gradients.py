@@ -27,11 +27,11 @@ from pipe.torch_private.tensors import add_all
 __all__ = ["leaves_of", "parameters_of", "step_gradients"]
 
 
-def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Parameter]:
-    """The parameters of a module, except those of the modules ``without``, which are not accessed."""
+def parameters_of(*modules: nn.Module, without: Iterable[object]) -> list[nn.Parameter]:
+    """The parameters of modules, except those of the modules ``without``, which are not accessed."""
     hidden = {id(other) for other in without}
     found: dict[int, nn.Parameter] = {}
-    waiting: list[nn.Module | None] = [module]
+    waiting: list[nn.Module | None] = [*modules]
     while waiting:
         inner = waiting.pop()
         if inner is not None and id(inner) not in hidden:

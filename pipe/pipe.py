@@ -252,7 +252,7 @@ class Pipe(nn.Module):
 
         An exception restores the gradients from before the step, except those of stages that take turns: gradients
         that were already offloaded stay added. Hooks of parameters, and optimizers that step in such a hook, run once,
-        at the end of the step.
+        at the end of the step. Parameters of a loss that is an ``nn.Module`` count as the Pipe's.
         """
         microbatch.check(input)
         self._follow()
@@ -269,7 +269,10 @@ class Pipe(nn.Module):
         # What a (sum, count) divides by is known after the last forward.
         make = fill_drain if losses[0].weight is None else SCHEDULES[schedule]
         takers = self._ensure_turns()
-        parameters = parameters_of(self, without=takers)
+        trained: list[nn.Module] = [self]
+        if isinstance(loss_fn, nn.Module) and (loss_fn._parameters or loss_fn._modules):
+            trained.append(loss_fn)
+        parameters = parameters_of(*trained, without=(*takers, *takers_in(trained[1:])))
         if len(rows) == len(self._stages) == 1 and self._trace is None and not takers:
             with step_gradients(parameters), mini_batch(1), use_device(self.devices[0]):
                 return step_of_one_cell(self._stages[0], inputs[0], targets[0], losses[0])

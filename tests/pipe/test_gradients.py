@@ -148,3 +148,43 @@ def a_step_beside_replicas_is_refused():
 
 def test_a_step_beside_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
     assert ["held: " in output for output in outputs_of_ranks(REPLICAS, 2, tmp_path)] == [True, True]
+
+
+class Head(nn.Module):
+    """A loss that trains, and fails in its call of this number."""
+
+    reduction = "mean"
+
+    def __init__(self, fails: int = 0) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.calls, self.fails = 0, fails
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.fails:
+            raise ValueError("no loss")
+        return nn.functional.mse_loss(self.inner(output) * self.scale, target)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_parameters_of_a_loss_are_treated_as_those_of_the_pipe(chunks: int) -> None:
+    pipe, bare = pair(chunks=chunks)
+    x, target, seen = torch.randn(9, WIDTH), torch.randn(9, WIDTH), []
+    loss = Head()
+    expected = copy.deepcopy(loss)
+    for each in (loss, expected):
+        each.scale.grad = torch.ones(WIDTH)
+        each.scale.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+        each.inner.weight.register_post_accumulate_grad_hook(seen.append)
+    expected(bare(x), target).backward()
+    pipe.train_step(x, target, loss)
+    assert_same(pipe, bare)
+    assert_same_step([expected], [loss])
+    assert len(seen) == 2
+    failing = Head(fails=chunks)
+    failing.scale.grad = torch.ones(WIDTH)
+    with pytest.raises(ValueError, match="no loss"):
+        pipe.train_step(x, target, failing)
+    assert failing.inner.weight.grad is None
+    assert torch.equal(failing.scale.grad, torch.ones(WIDTH))
