@@ -5,9 +5,10 @@ used in evaluation, should not depend on the number of micro-batches. So the sta
 the running statistics are updated once for each mini-batch.
 
 Invariants
-    * After the last micro-batch of a mini-batch, running statistics and ``num_batches_tracked`` equal those of
-      BatchNorm over the whole mini-batch, within rounding; until then they are those of the previous mini-batch.
-    * An unfinished mini-batch (an exception, fewer micro-batches than expected) does not affect the next one.
+    * After a mini-batch, running statistics and ``num_batches_tracked`` equal those of BatchNorm over the whole
+      mini-batch, within rounding; until then they are those of the previous mini-batch. In a Pipe a layer may run
+      several times in each micro-batch; each of its calls is one over the mini-batch.
+    * A mini-batch that raised, or in which a layer did not run equally often in all micro-batches, updates nothing.
     * A recomputation does not update statistics.
 
 Source: torchgpipe, "Deferred Batch Normalization". The merge is that of Chan, Golub and LeVeque (1979), which has no
@@ -16,6 +17,7 @@ cancellation where the mean is large; the running variance is the unbiased one, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -29,23 +31,32 @@ from pipe.turn import TakesTurns
 
 __all__ = ["DeferredBatchNorm", "mini_batch"]
 
-#: The current mini-batch of this context: a list of its own, of its number of micro-batches.
-_under_way: ContextVar[list[int] | None] = ContextVar("_under_way", default=None)
+#: Number, mean and variance of the values of one call.
+Statistics = tuple[int, Tensor, Tensor]
+
+#: The current mini-batch of this context.
+_under_way: ContextVar[mini_batch | None] = ContextVar("_under_way", default=None)
 
 
 class mini_batch:  # a context manager of a class, which costs less than a generator  # noqa: N801, RUF100
     """A context in which every DeferredBatchNorm that runs counts one mini-batch of ``chunks`` micro-batches."""
 
-    __slots__ = ("_chunks", "_token")
+    __slots__ = ("_chunks", "_token", "seen")
 
     def __init__(self, chunks: int) -> None:
         self._chunks = chunks
+        #: Of the calls of each layer so far.
+        self.seen: dict[DeferredBatchNorm, list[Statistics]] = {}
 
     def __enter__(self) -> None:
-        self._token = _under_way.set([self._chunks])
+        self._token = _under_way.set(self)
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, kind: Any, *raised: Any) -> None:
         _under_way.reset(self._token)
+        for layer, seen in self.seen.items() if kind is None else ():
+            calls, left = divmod(len(seen), self._chunks)  # in each micro-batch
+            for k in range(0 if left else calls):
+                layer.update(seen[k::calls])
 
 
 class DeferredBatchNorm(BatchNorm):
@@ -68,14 +79,8 @@ class DeferredBatchNorm(BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
         self.chunks = chunks
-        self._announced: list[int] | None = None
-        self.begin(chunks)
-
-    def begin(self, chunks: int) -> None:
-        """Starts a mini-batch of ``chunks`` micro-batches. Statistics of an unfinished one are discarded."""
-        self._expected = chunks
-        #: Number, mean and variance of the values of each micro-batch. No buffers: they do not outlive a mini-batch.
-        self._seen: list[tuple[int, Tensor, Tensor]] = []
+        #: Outside of a Pipe, of each micro-batch so far. No buffers: they do not outlive a mini-batch.
+        self._seen: list[Statistics] = []
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -94,24 +99,27 @@ class DeferredBatchNorm(BatchNorm):
 
     @torch.no_grad()
     def _track(self, input: Tensor) -> None:
-        announced = _under_way.get()
-        if announced is not None and announced is not self._announced:
-            self._announced = announced
-            self.begin(*announced)
         rows = input.detach().transpose(0, 1).flatten(1)
         # Sums in half precision would lose the statistics to rounding.
         rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
         variance, mean = torch.var_mean(rows, dim=1, correction=0)
-        self._seen.append((rows.size(1), mean, variance))
-        if len(self._seen) == self._expected:
-            self.num_batches_tracked += 1
-            share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            count = sum(n for n, _, _ in self._seen)
-            mean = torch.stack([m * (n / count) for n, m, _ in self._seen]).sum(0)
-            squares = torch.stack([(v + (m - mean).square()) * n for n, m, v in self._seen]).sum(0)
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-            self.running_var.lerp_((squares / max(count - 1, 1)).to(self.running_var.dtype), share)
-            self.begin(self._expected)
+        under_way = _under_way.get()
+        seen = self._seen if under_way is None else under_way.seen.setdefault(self, [])
+        seen.append((rows.size(1), mean, variance))
+        if under_way is None and len(seen) == self.chunks:
+            self._seen = []
+            self.update(seen)
+
+    @torch.no_grad()
+    def update(self, seen: Sequence[Statistics]) -> None:
+        """Updates the running statistics by those of all micro-batches."""
+        self.num_batches_tracked += 1
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        count = sum(n for n, _, _ in seen)
+        mean = torch.stack([m * (n / count) for n, m, _ in seen]).sum(0)
+        squares = torch.stack([(v + (m - mean).square()) * n for n, m, v in seen]).sum(0)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_((squares / max(count - 1, 1)).to(self.running_var.dtype), share)
 
     def extra_repr(self) -> str:
         """The arguments."""
@@ -149,8 +157,7 @@ class DeferredBatchNorm(BatchNorm):
                     f"deferred_batch_norm"
                 )
             deferred = cls.__new__(cls)
-            deferred.__dict__.update(module.__dict__, chunks=chunks, _announced=None)
-            deferred.begin(chunks)
+            deferred.__dict__.update(module.__dict__, chunks=chunks, _seen=[])
             return deferred
         children = {
             key: child and cls.convert_deferred_batch_norm(child, chunks) for key, child in module._modules.items()

@@ -105,6 +105,32 @@ def test_defect_pipe_11_an_exception_leaves_nothing_for_the_next_mini_batch() ->
     assert_same_statistics(pipe[0], bare)
 
 
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(x) + self.norm(10 + 3 * x)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", ["always", "never", "1f1b", "fill_drain"])
+def test_each_call_of_a_layer_that_runs_twice_is_one_over_the_mini_batch(mode: str, chunks: int) -> None:
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(2, 2), _Twice())
+    checkpoint = mode if mode in ("always", "never") else "except_last"
+    pipe = Pipe(copy.deepcopy(bare), [1, 1], ["cpu"] * 2, chunks, checkpoint, deferred_batch_norm=True)
+    for _ in range(2):
+        x = torch.randn(12, 2)
+        bare(x)
+        if mode in ("1f1b", "fill_drain"):
+            pipe.train_step(x, x, nn.MSELoss(), schedule=mode)
+        else:
+            pipe(x).sum().backward()
+        assert_same_statistics(pipe[1].norm, bare[1].norm)
+
+
 def test_conversion_shares_parameters_and_leaves_the_given_module_alone() -> None:
     bare = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.ReLU()), nn.BatchNorm1d(2, affine=False))
     bare[1][0].weight.requires_grad_(False)
