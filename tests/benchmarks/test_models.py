@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 from benchmarks.models.corpus import build_corpus
 from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import build_encoder
-from benchmarks.models.transformer import Stack
-from benchmarks.retrieval import search
 
 PARTS = ("module", "description", "source")
 
@@ -59,17 +56,3 @@ def test_no_module_and_no_text_of_the_corpus_is_on_both_sides(tmp_path: Path) ->
     sides = [[{getattr(pair, part) for pair in side} for side in (corpus.training, corpus.held_out)] for part in PARTS]
     assert all(one.isdisjoint(other) for one, other in sides)
     assert not any("Compute" in pair.source for pair in corpus.training)
-
-
-def test_recall_counts_the_rank_of_the_right_source() -> None:
-    """Source k points along angle k; description k along that of k + 60, to which every one between is nearer."""
-    angles = torch.arange(200) * 0.01
-    table = nn.Embedding.from_pretrained(torch.stack([angles.cos(), angles.sin()], dim=1))
-    count = torch.arange(100)
-    assert search(table, count + 60, count)["recall"] == pytest.approx(0.1)  # the last ten have no nearer ones
-    assert search(table, count, count)["recall"] == 1.0
-
-
-def test_parameters_are_those_of_the_stack_that_is_built() -> None:
-    stack = Stack(blocks=2, dim=64, rows=3, positions=5)
-    assert sum(p.numel() for p in stack.build().parameters()) == stack.parameters

@@ -137,7 +137,3 @@ def test_mounts_of_any_name_hide_no_file_system(tree: Tree) -> None:
     assert file_system(Path("/home")) == "ext4"
     assert file_system(Path("/media/m\udcff\u2028 a\\b\nc/home")) == "tmpfs"
     assert file_system(Path("/b/home")) == "zfs"  # the later of two mounts hides the other
-
-
-def test_the_file_system_of_a_path_is_known() -> None:
-    assert file_system(Path("/proc/self")) == "proc"

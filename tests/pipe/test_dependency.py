@@ -14,14 +14,6 @@ from tests.pipe.test_checkpoint import Log
 CPU = torch.device("cpu")
 
 
-def test_a_phony_has_no_elements_and_is_made_once() -> None:
-    for requires_grad in (False, True):
-        phony = get_phony(CPU, requires_grad=requires_grad)
-        assert phony.shape == (0,)
-        assert phony.requires_grad is requires_grad
-        assert get_phony(CPU, requires_grad=requires_grad) is phony
-
-
 def test_a_phony_first_made_in_inference_mode_or_on_a_default_device_is_usable_everywhere() -> None:
     get_phony.cache_clear()
     with torch.inference_mode(), torch.device("meta"):

@@ -41,21 +41,6 @@ def test_a_function_is_called_once_at_the_end_of_each_owner_or_before() -> None:
     assert called == ["freed", "freed", "before"]
 
 
-def test_values_live_as_long_as_their_owners() -> None:
-    living: Living[str] = Living()
-    owner = Owner(Life())
-    living.add(owner.life, "first")
-
-    def make() -> Owner:
-        made = Owner(Life())
-        living.add(made.life, "second")
-        assert [*living] == ["first", "second"]
-        return made
-
-    ends(make)
-    assert [*living] == ["first"]
-
-
 def test_an_interrupt_while_an_owner_is_freed_leaves_no_value() -> None:
     living: Living[str] = Living()
     owner = Owner(Life())

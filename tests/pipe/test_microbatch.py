@@ -26,12 +26,6 @@ def test_gather_is_the_inverse_of_split(rows: Any, chunks: Any) -> None:
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b
 
 
-def test_micro_batches_are_views() -> None:
-    x = torch.zeros(4, 2)
-    split_nested(x, 2)[1].fill_(1)
-    assert x.sum() == 4
-
-
 def test_scalars_objects_and_what_is_not_to_be_cut_go_to_every_micro_batch() -> None:
     marker, mask = object(), torch.ones(5, 5)
     for chunks in (1, 2):

@@ -9,17 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.schedule import StageAction, clock_cycles, fill_drain, one_forward_one_backward
+from pipe.schedule import StageAction, fill_drain, one_forward_one_backward
 
 sizes = {"m": st.integers(1, 9), "n": st.integers(1, 6)}
-
-
-@given(**sizes)
-def test_clock_cycles_visit_each_cell_once_and_no_stage_twice_in_a_clock(m: int, n: int) -> None:
-    clocks = list(clock_cycles(m, n))
-    assert len(clocks) == m + n - 1
-    assert sorted(cell for clock in clocks for cell in clock) == [(i, j) for i in range(m) for j in range(n)]
-    assert all(len({j for _, j in clock}) == len(clock) for clock in clocks)
 
 
 @pytest.mark.parametrize("make", [fill_drain, one_forward_one_backward])

@@ -29,25 +29,6 @@ def test_work_is_taken_back_or_done_but_never_both() -> None:
     assert log == ["late", "early", "missed"]
 
 
-def test_an_excess_thread_gets_no_work() -> None:
-    """An interrupt between the start of a thread and its note leads to a second start."""
-    threads, names = Threads(1, "test"), list[str]()
-    go_on = threading.Event()
-    threads.submit(lambda: (go_on.wait(60), names.append(threading.current_thread().name))[1])
-    (first,) = threads._started
-    threads._started.clear()
-    threads.submit(lambda: names.append(threading.current_thread().name))
-    (second,) = threads._started
-    second.join(60)
-    assert not second.is_alive()
-    go_on.set()
-    threads.wait_idle()
-    assert names == ["test", "test"]
-    threads.close()
-    first.join(60)
-    assert not first.is_alive()
-
-
 def test_an_interrupted_waiter_does_not_keep_another_waiting() -> None:
     future = Future(lambda: None)
     waiting, ended = threading.Event(), threading.Event()

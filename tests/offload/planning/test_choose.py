@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from offload.planning.choose import NothingFitsError, choose, least_bytes, predi
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.step_model import Choice, Costs, StepModel, Updates
 from offload.policy import MemoryPolicy
-from tests.offload.interrupts import lines_of
 
 MIB = 1 << 20
 
@@ -122,21 +120,3 @@ def test_what_is_given_is_not_searched() -> None:
     assert choice == Choice(
         2, frozenset({0, 1}), frozenset({(5, 0), (4, 0)}), boundary_bytes=2 * MIB, waiting=frozenset()
     )
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("resting", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("boundary_bytes", [10 * MIB, math.inf])
-@pytest.mark.parametrize("load", [0.002, 0.5])
-def test_the_work_of_a_prediction_grows_in_proportion_to_the_shards(
-    load: float, boundary_bytes: float, resting: float, microbatches: int
-) -> None:
-    """Lines of Python: a scan of all shards within a loop over all shards would show."""
-    lines = []
-    for shards in (25, 100):
-        model = model_of(shards, microbatches=microbatches, load=load)
-        in_memory = frozenset(range(int(resting * shards)))
-        kept = frozenset((j, 0) for j in range(shards // 2, shards))
-        choice = Choice(min(3, shards - len(in_memory)), in_memory, kept, boundary_bytes)
-        lines.append(len(lines_of(lambda model=model, choice=choice: predict(model, choice))))  # type: ignore[misc]
-    assert lines[1] < 1.1 * 4 * lines[0]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, pairwise
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.partition import cut_layers
 from offload.planning.plan import CELLS, Kind
 from offload.planning.planner import forecast, plan_step
 from offload.planning.step_model import MOVING, Choice, Costs, StepModel, Updates
@@ -98,22 +96,3 @@ def test_boundaries_beyond_a_budget_leave_and_return_ahead_of_use(
         assert not {a.kind.value for a in plan.actions} & set("SPX")
     if not boundaries and shards > 2 and not kept and not first:
         assert {"S", "P"} <= {a.kind.value for a in plan.actions}
-
-
-# --- shards -----------------------------------------------------------------------------------------------------------
-
-
-@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
-def test_no_cut_has_a_smaller_largest_shard(sizes: list[int], data: st.DataObject) -> None:
-    shards = data.draw(st.integers(1, len(sizes)))
-    cuts = cut_layers(sizes, shards)
-    assert len(cuts) == shards
-    assert sum(cuts) == len(sizes)
-    assert min(cuts) >= 1
-
-    def largest(bounds: tuple[int, ...]) -> int:
-        return max(sum(sizes[a:b]) for a, b in pairwise((0, *bounds, len(sizes))))
-
-    best = min(largest(bounds) for bounds in combinations(range(1, len(sizes)), shards - 1))
-    ends = [sum(cuts[: k + 1]) for k in range(shards - 1)]
-    assert largest(tuple(ends)) == best
