@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipe.torch_private.tracing import transform_under_way
 
-__all__ = ["as_call", "names_taken", "refuse_transforms"]
+__all__ = ["as_call", "names_taken", "refuse_transforms", "to_device"]
 
 
 def names_taken(layer: nn.Module) -> list[str]:
@@ -32,6 +33,13 @@ def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
             return tuple(args), kwargs
     raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")
+
+
+def to_device(device: torch.device, dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    """A tensor of a call on the compute device, in ``dtype`` if it has floating point numbers and that is given."""
+    # Without waiting, a copy from page-locked memory reads what a loader has written there since.
+    goes_on = x.layout is torch.strided and x.is_pinned()
+    return x.to(device, dtype if dtype is not None and x.is_floating_point() else x.dtype, non_blocking=not goes_on)
 
 
 def refuse_transforms(tensors: Iterable[Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from offload.blocks.find import parameters_outside
 from offload.blocks.streamed_forward import StreamedForward, own_forward
-from offload.calls import as_call, refuse_transforms
+from offload.calls import as_call, refuse_transforms, to_device
 from offload.engine.chunks import run_chunks
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
@@ -218,11 +218,9 @@ class OwnForward:
 
     def _on_device(self, value: Any) -> Any:
         """A value whose tensors are on the compute device, and in the type that the model computes in."""
-        if not all(x.device == self.device for x in tensors_of_call(value)):
-            value = map_tensors(lambda x: x.to(self.device), value)
-        if (dtype := self._dtype) is not None:
-            value = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
-        return value
+        if self._dtype is None and all(x.device == self.device for x in tensors_of_call(value)):
+            return value
+        return map_tensors(partial(to_device, self.device, self._dtype), value)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """A recomputation would write into a cache of keys and values again: none is made unless it is asked for."""

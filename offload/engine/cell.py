@@ -159,7 +159,7 @@ class Cell:
             if places is not None:
                 places.check_unwritten([p for _, p in block.region.parameters])
             views = visit.views(visit)
-            leaves = [view.detach().requires_grad_() if k in visit.positions else view for k, view in enumerate(views)]
+            leaves = _leaves(visit, views)
             if block.inputs.writes(known.modes):
                 args, kwargs = map_tensors(Tensor.clone, (args, kwargs))
             before = [view._version for view in views]
@@ -302,15 +302,17 @@ def _lent(block: Block, visit: Visit, saved: SavedWeights, life: Life | None) ->
 @contextlib.contextmanager
 def _bound_again(block: Block, visit: Visit, saved: SavedWeights, _life: Life | None) -> Iterator[None]:
     """A context in which the block has the weights of a visit again."""
-    if block.weights.is_bound:  # by its forward, in which a backward runs
+    if block.weights.bound:  # by its forward, in which a backward runs
         yield
         return
     saved.check_unwritten(p for _, p in block.region.parameters)
-    views = visit.views(visit)
-    with Bound(
-        block.weights, [v.detach().requires_grad_() if k in visit.positions else v for k, v in enumerate(views)]
-    ):
+    with Bound(block.weights, _leaves(visit, visit.views(visit))):
         yield
+
+
+def _leaves(visit: Visit, views: Sequence[Tensor]) -> list[Tensor]:
+    """The weights of a second run, of which those that are trained begin its graph."""
+    return [view.detach().requires_grad_() if k in visit.positions else view for k, view in enumerate(views)]
 
 
 def _copied(tensor: Tensor) -> Tensor:

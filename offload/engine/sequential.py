@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload.calls import to_device
 from offload.engine.engine import Engine
 from offload.engine.recorder import Recorder
 from pipe.nested import map_tensors, tensors_in
@@ -35,7 +36,7 @@ def run_layers(
         input_fn: makes the arguments of a chunk, which then may be any object. What it makes gets no gradient.
         dtype: to which floating-point inputs are cast; None: as they are.
     """
-    brought = partial(_brought, engine.device, dtype)
+    brought = partial(to_device, engine.device, dtype)
     if input_fn is None:
         values: list[Any] = list(map_tensors(brought, list(chunks)))
     else:  # made when the first layers run, and again when they run again
@@ -58,12 +59,6 @@ def run_layers(
     return values
 
 
-def _brought(device: torch.device, dtype: torch.dtype | None, x: Tensor) -> Tensor:
-    # Without waiting, a copy from page-locked memory reads what a loader has written there since.
-    goes_on = x.layout is torch.strided and x.is_pinned()
-    return x.to(device, dtype if dtype is not None and x.is_floating_point() else x.dtype, non_blocking=not goes_on)
-
-
 def measured_activations(
     engine: Engine,
     layers: Sequence[Sequence[nn.Module]],
@@ -81,7 +76,7 @@ def measured_activations(
 
     def run() -> None:
         with trial(watched):
-            args, kwargs = map_tensors(partial(_brought, engine.device, dtype), call)
+            args, kwargs = map_tensors(partial(to_device, engine.device, dtype), call)
             for j, several in enumerate(layers):
                 function = _in_turn(several, output_fn if j == len(layers) - 1 else None)
                 with saved_tensors_hooks(partial(_recorded, recorders[j]), lambda saved: saved):

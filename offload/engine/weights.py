@@ -50,7 +50,7 @@ class Weights:
         self.cells = self._expected = 0
         self._repeats: bool | None = None
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
-        self._open: list[Bound] = []
+        self.bound: list[Bound] = []
         self._views: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
         self.find()
 
@@ -117,11 +117,6 @@ class Weights:
         slots.count_views(slot, storage_uses(slot) - before)
         return views
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether modules have values in place of parameters."""
-        return bool(self._open)
-
     def homes_moved(self) -> None:
         """Called when homes have moved."""
         #: Whether the gradient of each parameter rests where layers make it, so that autograd accumulates it.
@@ -154,8 +149,8 @@ class Weights:
 
     def unbind(self) -> None:
         """Gives all modules their parameters back, after a failure."""
-        while self._open:
-            self._open[-1].__exit__()
+        while self.bound:
+            self.bound[-1].__exit__()
 
 
 class Bound:
@@ -179,7 +174,7 @@ class Bound:
             ]:
                 weights.find()  # follows those that other modules hold now, as with ``weight_norm``
                 break
-        weights._open.append(self)
+        weights.bound.append(self)
         self._modules = weights._modules
         for attributes, register, items in weights._modules:
             bound = dict(dict.items(register))  # the register finishes updates where it is asked itself
@@ -202,5 +197,5 @@ class Bound:
         weights = self._weights
         if weights._parts:
             weights.point_parts(None)
-        if self in weights._open:
-            weights._open.remove(self)
+        if self in weights.bound:
+            weights.bound.remove(self)

@@ -213,7 +213,15 @@ class OffloadOptimizer(Optimizer):
     def _members_now(self) -> list[list[int]]:
         return [[*map(id, members_of(group))] for group in self.param_groups]
 
-    def edited(self) -> bool:
+    def check_unedited(self) -> None:
+        """See :meth:`.ModelOptimizer.check_unedited`: asked before a backward that is to update."""
+        if self._is_edited():
+            raise RuntimeError(
+                "state, or members of param_groups, were edited, and this backward is to update; call "
+                "optimizer.synchronize() after such an edit, which takes it over"
+            )
+
+    def _is_edited(self) -> bool:
         """Whether users changed the members of ``param_groups``, or what is in ``state``, while no update is pending.
 
         It calls nothing of Python for each parameter.
@@ -232,10 +240,13 @@ class OffloadOptimizer(Optimizer):
         No update may be pending. Raises ValueError or RuntimeError before anything changes. After an OSError the next
         call goes on.
         """
-        if not self.edited():
+        if not self._is_edited():
             return
-        if self.in_backward is not None:
-            self.in_backward.check_between_steps()
+        if self.in_backward is not None and self.in_backward.has_updated:
+            raise RuntimeError(
+                "state, or members of param_groups, were edited between a backward that updates and step(); edit them "
+                "after step()"
+            )
         members = [p for group in self.param_groups for p in group["params"]]
         if len({*members}) < len(members) or not {*members} <= {*self._model.parameters()}:
             raise ValueError("expected parameters of the model, each in one group, but param_groups was edited")
@@ -278,8 +289,12 @@ class OffloadOptimizer(Optimizer):
 
     def _step(self) -> None:
         self._check_idle()
-        if self.in_backward is not None and hasattr(self, "grad_scale"):
-            self.in_backward.refuse_scaled()
+        if self.in_backward is not None and self.in_backward.has_updated and hasattr(self, "grad_scale"):
+            self.in_backward.fail(
+                "a GradScaler scaled the loss, and update_in_backward=True has updated parameters with the scaled "
+                "gradients already. Train in bfloat16, which needs no scaler, or pass update_in_backward=False; make "
+                "model and optimizer anew and load the last checkpoint"
+            )
         if self._raised is not None and self._raised.repeats(self._optimizers.backwards):
             self._end_step(self._raised, at_once=True)
             return

@@ -45,8 +45,8 @@ class ModelOptimizer(Protocol):
     def options(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group."""
 
-    def edited(self) -> bool:
-        """Whether users changed states, or members of groups, since the optimizer took them over."""
+    def check_unedited(self) -> None:
+        """Raises RuntimeError if users changed states, or members of groups, since the optimizer took them over."""
 
     def update(self, shard: Any, options: list[dict[str, Any]], *, kept: dict[Slice, Tensor]) -> PendingUpdate | None:
         """The update of a shard from its stored gradients and the ``kept`` ones; None if it has no gradient."""
@@ -96,24 +96,15 @@ class InBackward:
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
-    def check_between_steps(self) -> None:
-        """Raises if a backward has updated and ``step()`` was not called yet."""
-        if self._updated is not None:
-            raise RuntimeError(
-                "state, or members of param_groups, were edited between a backward that updates and step(); edit them "
-                "after step()"
-            )
+    @property
+    def has_updated(self) -> bool:
+        """Whether a backward has updated since the last ``step()``."""
+        return self._updated is not None
 
-    def refuse_scaled(self) -> None:
-        """Raises for a step of a ``GradScaler``, if this step's backward has updated with scaled gradients; from then
-        on always."""
-        if self._updated is not None:
-            self._failure = (
-                "a GradScaler scaled the loss, and update_in_backward=True has updated parameters with the scaled "
-                "gradients already. Train in bfloat16, which needs no scaler, or pass update_in_backward=False; make "
-                "model and optimizer anew and load the last checkpoint"
-            )
-            self.check()
+    def fail(self, why: str) -> None:
+        """Raises RuntimeError, as every later :meth:`check` does."""
+        self._failure = why
+        self.check()
 
     def close(self) -> None:
         """Ends the step: the next backward updates again."""
@@ -155,11 +146,8 @@ class InBackward:
                 f"{waiting} more forwards of this model still need their backward, but this one changes parameters; "
                 f"run it under `with optimizer.accumulate():`, or delete their outputs"
             )
-        if not any(shard.pending for shard in optimizer.param_blocks) and optimizer.edited():
-            raise RuntimeError(
-                "state, or members of param_groups, were edited, and this backward is to update; call "
-                "optimizer.synchronize() after such an edit, which takes it over"
-            )
+        if not any(shard.pending for shard in optimizer.param_blocks):
+            optimizer.check_unedited()
         shards = [*optimizer.param_blocks]
         calls = range(len(shards)) if order is None else order
         used = {j: place for place, j in reversed([*enumerate(calls)])}  # the first of several

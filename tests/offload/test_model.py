@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from offload import OffloadModel, offload
-from offload.engine.sequential import _brought
+from offload.calls import to_device
 from tests.offload.blocks.towers import Model, loss_of, make, words
 from tests.offload.side_by_side import assert_equal, drawn, offloaded
 from tests.offload.zoo import WIDTH, build
@@ -188,7 +188,7 @@ def test_a_copy_of_a_page_locked_input_ends_before_the_call() -> None:
 
     device = torch.device("cuda", 0)
     for Input.locked in (False, True):
-        _brought(device, None, torch.zeros(3).as_subclass(Input))
+        to_device(device, None, torch.zeros(3).as_subclass(Input))
     assert asked == [True, False]
 
 
