@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Members(list[nn.Parameter]):
-    """The parameters of a group. Whoever reads one here finds it after the pending updates: ``finish`` applies them."""
+    """The parameters of a group. Reading one first calls ``finish``, which applies pending updates."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], finish: Callable[[], None]) -> None:
         super().__init__(parameters)
@@ -39,7 +39,7 @@ class Members(list[nn.Parameter]):
         return super().__iter__()
 
     def __getitem__(self, place: Any) -> Any:
-        iter(self)
+        iter(self)  # finishes the updates
         return super().__getitem__(place)
 
     def __reduce__(self) -> Any:
@@ -55,7 +55,7 @@ def members_of(group: Mapping[str, Any]) -> Iterator[nn.Parameter]:
 def groups_of(params: Any, ours: Collection[nn.Parameter]) -> list[dict[str, Any]]:
     """Groups as ``torch.optim`` takes them: parameters, ``(name, parameter)`` pairs, or dicts of these and options.
 
-    Given dicts are kept, with a list of their parameters: whoever writes to one changes the group, as in ``torch``.
+    The groups are the given dicts, as in ``torch``: a later write to such a dict changes the group.
     Raises TypeError for anything else; ValueError for none, or for a parameter that is not one of ``ours``.
     """
     if isinstance(params, (str, Tensor, Mapping)):

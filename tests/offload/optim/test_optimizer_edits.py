@@ -167,7 +167,7 @@ def test_a_parameter_in_two_groups_is_refused_and_changes_nothing(home: str) -> 
 
 
 def test_edits_that_storage_did_not_take_are_taken_by_the_next_step(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is lost of states that nobody edited."""
+    """States that nobody edited keep their values."""
     load, calls = ParamBlock.load_states, []
 
     def fails_once(self: ParamBlock, *args: Any) -> None:
