@@ -134,6 +134,7 @@ def test_a_stranger_can_read_it_all() -> None:
     pages = [page for page in (ROOT / "docs").rglob("*.md") if reference.isdisjoint(page.parents)]
     words = sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
     assert words <= 14_000
+    assert len((ROOT / "docs" / "refused.md").read_text(encoding="utf-8").split()) <= 2_000
     assert words + len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 16_000
 
 
